@@ -24,7 +24,6 @@ def cross_entropy_sum(decoder: Decoder, hidden_BTD, targets_BT, weights_BT) -> j
     """
     head_DV = decoder.head_weight
 
-    @jax.checkpoint
     def of_chunk(chunk):
         hidden, targets, weights = chunk
         return jnp.sum(weights * token_losses(hidden, head_DV, targets))
@@ -32,6 +31,7 @@ def cross_entropy_sum(decoder: Decoder, hidden_BTD, targets_BT, weights_BT) -> j
     num_chunks = _num_chunks(*hidden_BTD.shape[:2])
     if num_chunks == 1:
         return of_chunk((hidden_BTD, targets_BT, weights_BT))
+    of_chunk = jax.checkpoint(of_chunk)
     chunks = jax.tree.map(lambda x: _split_time(x, num_chunks), (hidden_BTD, targets_BT, weights_BT))
     total, _ = jax.lax.scan(lambda total, chunk: (total + of_chunk(chunk), None), jnp.float32(0), chunks)
     return total

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.grouped_matmul.api import grouped_matmul
-from upjax.mesh import AXES, BATCH, axis_size, has_mesh, reshard
+from pallas_kernels.expert_mlp import expert_mlp
+from upjax.mesh import BATCH, axis_size, has_mesh, reshard
 from upjax.model.config import DecoderConfig
 from upjax.model.dispatch import combine, dispatch, expert_order
 from upjax.model.parameters import Dtypes, normal
@@ -54,15 +54,14 @@ def _apply_experts(x_BTD, routing: Routing, gate_EDF, up_EDF, down_EFD, *, num_s
         num_local = gate_EDF.shape[0]
         local = experts_MK - jax.lax.axis_index("expert") * num_local
         experts_MK = jnp.where((local >= 0) & (local < num_local), local, num_local)
-    y_MD = expert_mlp(x_MD, experts_MK, gates_MK, gate_EDF, up_EDF, down_EFD)
+    y_MD = run_experts(x_MD, experts_MK, gates_MK, gate_EDF, up_EDF, down_EFD)
     if num_shards > 1:
         y_MD = jax.lax.psum_scatter(y_MD, "expert", tiled=True)
     return y_MD.astype(x_BTD.dtype).reshape(B, T, D)
 
 
-def expert_mlp(x_MD, experts_MK, gates_MK, gate_EDF, up_EDF, down_EFD) -> jax.Array:
+def run_experts(x_MD, experts_MK, gates_MK, gate_EDF, up_EDF, down_EFD) -> jax.Array:
     """Returns the gate-weighted sum of each token's experts, [M, D] float32; expert ids of E and above give nothing."""
     order, inverse, group_sizes = expert_order(experts_MK, gate_EDF.shape[0])
     rows = dispatch(x_MD, order, inverse)
-    hidden = jax.nn.silu(grouped_matmul(rows, gate_EDF, group_sizes)) * grouped_matmul(rows, up_EDF, group_sizes)
-    return combine(grouped_matmul(hidden, down_EFD, group_sizes), gates_MK, order, inverse)
+    return combine(expert_mlp(rows, gate_EDF, up_EDF, down_EFD, group_sizes), gates_MK, order, inverse)
