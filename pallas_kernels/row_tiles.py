@@ -65,6 +65,35 @@ def matmul(rows: jax.Array, matrix: jax.Array, *, contract_rhs: int = 0) -> jax.
     return lax.dot_general(rows, matrix, dims, preferred_element_type=jnp.float32).astype(rows.dtype)
 
 
+def to_bits(x: jax.Array) -> jax.Array:
+    """Returns bfloat16 as the uint16 of its bits, other dtypes as they are; `from_bits` undoes it.
+
+    XLA's CPU compiler turns an update of a few rows of a bfloat16 array into conversions of the whole array to float32
+    and back. Arrays that a loop fills, or that a scan stacks, are kept as bits.
+    """
+    return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype == jnp.bfloat16 else x
+
+
+def from_bits(x: jax.Array) -> jax.Array:
+    """Returns the array that `to_bits` was given."""
+    return lax.bitcast_convert_type(x, jnp.bfloat16) if x.dtype == jnp.uint16 else x
+
+
+def write_rows(buffer: jax.Array, rows: jax.Array, start) -> jax.Array:
+    """Returns `buffer` (bits) with `rows` (values) from row `start` on."""
+    return lax.dynamic_update_slice_in_dim(buffer, to_bits(rows), start, 0)
+
+
+def read_rows(buffer: jax.Array, start, size: int) -> jax.Array:
+    """Returns the values of `size` rows of `buffer` (bits) from row `start` on."""
+    return from_bits(lax.dynamic_slice_in_dim(buffer, start, size))
+
+
+def padded_bits(rows: jax.Array, more: int) -> jax.Array:
+    """Returns `rows` as bits with `more` zero rows below, so that a tile may reach past the last row."""
+    return jnp.pad(to_bits(rows), ((0, more), (0, 0)))
+
+
 def zero_past(end: jax.Array, rows: jax.Array) -> jax.Array:
     """Returns `rows` with zeros from row `end` on, whatever is there."""
     return jnp.where(jnp.arange(rows.shape[0])[:, None] < end, rows, 0)
@@ -73,3 +102,8 @@ def zero_past(end: jax.Array, rows: jax.Array) -> jax.Array:
 def zeros_varying(shape: tuple[int, ...], dtype, like: jax.Array) -> jax.Array:
     """Returns zeros that vary over the mesh axes that `like` varies over, as a loop's carry must from its start."""
     return vary_together(jnp.zeros(shape, dtype), like)[0]
+
+
+def empty_bits(shape: tuple[int, ...], dtype, like: jax.Array) -> jax.Array:
+    """Returns the bits of zeros of `dtype`, a buffer for `write_rows`, varying as `like` does."""
+    return to_bits(zeros_varying(shape, dtype, like))

@@ -14,6 +14,7 @@ def expert_mlp(rows_MD, gate_EDF, up_EDF, down_EFD, group_sizes) -> jax.Array:
 
     The three products are accumulated in float32 and kept in the dtype of the rows.
     """
+    gate_EDF, up_EDF, down_EFD = (w.astype(rows_MD.dtype) for w in (gate_EDF, up_EDF, down_EFD))
     gate_MF = grouped_matmul(rows_MD, gate_EDF, group_sizes)
     up_MF = grouped_matmul(rows_MD, up_EDF, group_sizes)
     hidden_MF = (jax.nn.silu(gate_MF.astype(jnp.float32)) * up_MF.astype(jnp.float32)).astype(rows_MD.dtype)

@@ -7,7 +7,21 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.row_tiles import bounds, bucket_sizes, for_each_tile, matmul, tile_sizes, zero_past, zeros_varying
+from pallas_kernels.row_tiles import (
+    bounds,
+    bucket_sizes,
+    empty_bits,
+    for_each_tile,
+    from_bits,
+    matmul,
+    padded_bits,
+    read_rows,
+    tile_sizes,
+    to_bits,
+    write_rows,
+    zero_past,
+    zeros_varying,
+)
 from pallas_kernels.transposed_matmul import transposed_matmul
 from pallas_kernels.varying import vary_together
 
@@ -40,19 +54,18 @@ def _rows_times_matrices(rows, matrices, group_sizes, *, contract_rhs: int):
     num_rows, num_groups = rows.shape[0], matrices.shape[0]
     sizes = tile_sizes(num_rows, num_groups)
     starts, ends = bounds(group_sizes)
-    padded = jnp.pad(rows, ((0, sizes[0]), (0, 0)))  # a tile may reach past the last row
+    padded = padded_bits(rows, sizes[0])
 
     def group(g, out):
         matrix = matrices[g]
 
         def tile(size, start, out):
-            product = matmul(lax.dynamic_slice_in_dim(padded, start, size), matrix, contract_rhs=contract_rhs)
-            return lax.dynamic_update_slice_in_dim(out, product, start, 0)
+            return write_rows(out, matmul(read_rows(padded, start, size), matrix, contract_rhs=contract_rhs), start)
 
         return for_each_tile(starts[g], ends[g], sizes, tile, out)
 
-    out = zeros_varying((num_rows + sizes[0], matrices.shape[2 - contract_rhs]), rows.dtype, rows)
-    return zero_past(ends[-1], lax.fori_loop(0, num_groups, group, out)[:num_rows])
+    out = empty_bits((num_rows + sizes[0], matrices.shape[2 - contract_rhs]), rows.dtype, rows)
+    return zero_past(ends[-1], from_bits(lax.fori_loop(0, num_groups, group, out)[:num_rows]))
 
 
 def _transposed_products(lhs, rhs, group_sizes):
@@ -66,7 +79,7 @@ def _transposed_products(lhs, rhs, group_sizes):
     buckets = bucket_sizes(num_rows, num_groups)
     largest = buckets[-1]
     starts, ends = bounds(group_sizes)
-    sides = [jnp.pad(x, ((0, largest), (0, 0))) for x in (lhs, rhs)]
+    sides = [padded_bits(x, largest) for x in (lhs, rhs)]
 
     def group(g, out):
         start, end = starts[g], ends[g]
@@ -76,12 +89,12 @@ def _transposed_products(lhs, rhs, group_sizes):
 
         def product(size, start):
             live = (start + jnp.arange(size) < end)[:, None]
-            return transposed_matmul(*(jnp.where(live, lax.dynamic_slice_in_dim(x, start, size), 0) for x in sides))
+            return transposed_matmul(*(jnp.where(live, read_rows(x, start, size), 0) for x in sides))
 
         branches = [lambda start: zeros_varying(shape, jnp.float32, lhs)]
         branches += [lambda start, size=size: product(size, start) for size in buckets]
         total = lax.switch(bucket, branches, start + num_full * largest)
         total = lax.fori_loop(0, num_full, lambda i, total: total + product(largest, start + i * largest), total)
-        return lax.dynamic_update_index_in_dim(out, total.astype(out.dtype), g, 0)
+        return lax.dynamic_update_index_in_dim(out, to_bits(total.astype(lhs.dtype)), g, 0)
 
-    return lax.fori_loop(0, num_groups, group, zeros_varying((num_groups, *shape), lhs.dtype, lhs))
+    return from_bits(lax.fori_loop(0, num_groups, group, empty_bits((num_groups, *shape), lhs.dtype, lhs)))

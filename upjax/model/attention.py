@@ -6,7 +6,6 @@ Dims: B batch, T time (S the same, of keys), D embed, N heads, G key/value heads
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 

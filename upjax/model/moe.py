@@ -18,7 +18,7 @@ from upjax.mesh import BATCH, axis_size, has_mesh, reshard
 from upjax.model.config import DecoderConfig
 from upjax.model.dispatch import combine, dispatch, expert_order
 from upjax.model.parameters import Dtypes, normal
-from upjax.model.router import Routing, RouterStats, route
+from upjax.model.router import RouterStats, Routing, route
 
 
 class MoE(nnx.Module):
@@ -36,12 +36,17 @@ class MoE(nnx.Module):
     def __call__(self, x_BTD: jax.Array, is_token_BT: jax.Array) -> tuple[jax.Array, RouterStats]:
         """Returns the layer's output [B, T, D] and what the router did; padding tokens give zeros."""
         routing, stats = route(x_BTD, self.router[...], self.config, is_token_BT)
-        weights = [reshard(w[...].astype(x_BTD.dtype), P("expert", None, None)) for w in (self.gate, self.up, self.down)]
+        weights = [_gathered(w[...], x_BTD.dtype) for w in (self.gate, self.up, self.down)]
         experts = partial(_apply_experts, num_shards=axis_size("expert"))
         if has_mesh():
             experts = jax.shard_map(experts, out_specs=P(BATCH, None, None))
         with jax.named_scope("experts"):
             return experts(x_BTD, routing, *weights), stats
+
+
+def _gathered(weight, dtype):
+    """Returns a weight whole but for its experts; one that has to travel does so in the compute dtype."""
+    return reshard(weight.astype(dtype) if axis_size("fsdp") > 1 else weight, P("expert", None, None))
 
 
 def _apply_experts(x_BTD, routing: Routing, gate_EDF, up_EDF, down_EFD, *, num_shards: int):

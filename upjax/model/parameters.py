@@ -73,7 +73,9 @@ def build(config: DecoderConfig, dtypes: Dtypes, flat: dict[str, jax.Array]) -> 
     for path in sorted(expected.keys() & flat.keys()):
         wanted, got = expected[path][1].get_value(), flat[path]
         if (wanted.shape, wanted.dtype) != (got.shape, got.dtype):
-            problems.add(f"{path}: {got.dtype}{list(got.shape)} where the config needs {wanted.dtype}{list(wanted.shape)}")
+            problems.add(
+                f"{path}: {got.dtype}{list(got.shape)} where the config needs {wanted.dtype}{list(wanted.shape)}"
+            )
     problems.raise_if_any()
     filled = [(path, variable.replace(flat[name])) for name, (path, variable) in expected.items()]
     return nnx.merge(graphdef, nnx.from_flat_state(filled))

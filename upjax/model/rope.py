@@ -28,7 +28,9 @@ def rope_frequencies(config: RopeConfig, head_dim: int) -> np.ndarray:
 
 def rope_angles(config: RopeConfig, head_dim: int, positions_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns cos and sin of each position's angles, each [B, T, 1, J] float32."""
-    angles = positions_BT[:, :, None, None].astype(jnp.float32) * rope_frequencies(config, head_dim)[None, None, None, :]
+    angles = (
+        positions_BT[:, :, None, None].astype(jnp.float32) * rope_frequencies(config, head_dim)[None, None, None, :]
+    )
     return jnp.cos(angles), jnp.sin(angles)
 
 
