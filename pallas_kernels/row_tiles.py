@@ -11,31 +11,21 @@ from jax import lax
 
 from pallas_kernels.varying import vary_together
 
-LARGEST_TILE = 512
-SMALLEST_TILE = 32
-NUM_BUCKETS = 8
+LARGEST_TILE = 1024
+STEPS_PER_MEAN = 8
 
 
 def tile_sizes(num_rows: int, num_groups: int) -> list[int]:
-    """Returns the tile sizes of `for_each_tile`, powers of two, largest first; twice the mean group at most."""
-    sizes = [_largest(num_rows, num_groups)]
-    while sizes[-1] > SMALLEST_TILE:
-        sizes.append(sizes[-1] // 2)
-    return sizes
+    """Returns the sizes of tiles for so many rows in so many groups: evenly spaced, smallest first.
 
-
-def bucket_sizes(num_rows: int, num_groups: int) -> list[int]:
-    """Returns sizes, smallest first and evenly spaced, of which a group takes the first that holds its rows."""
-    largest = _largest(num_rows, num_groups)
-    step = max(largest // NUM_BUCKETS, 8)
-    return list(range(step, largest + 1, step))
-
-
-def _largest(num_rows, num_groups):
-    size = SMALLEST_TILE
-    while size < LARGEST_TILE and size < 2 * num_rows / num_groups:
-        size *= 2
-    return size
+    They are an eighth of the mean group apart and go up to twice the mean, so most groups take one tile and few rows
+    are multiplied for nothing.
+    """
+    mean = num_rows / num_groups
+    step = 8
+    while step * STEPS_PER_MEAN < mean and step * 2 * STEPS_PER_MEAN < LARGEST_TILE:
+        step *= 2
+    return [step * i for i in range(1, 2 * STEPS_PER_MEAN + 1)]
 
 
 def bounds(group_sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -44,19 +34,22 @@ def bounds(group_sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
     return ends - group_sizes, ends
 
 
-def for_each_tile(start, end, sizes: list[int], body, carry):
-    """Returns the carry after `body(size, start, carry)` for tiles that cover rows start..end.
+def for_each_tile(start, end, sizes: list[int], first, more, carry):
+    """Returns the carry after tiles that cover the rows start..end: `first` once, then `more` for each further tile.
 
-    The largest size is repeated while it fits, what is left takes each smaller one at most once: fewer than the
-    smallest size of rows are covered for nothing.
+    Both are called as `body(size, start of the tile, carry)`. The first tile is of the smallest size that holds the
+    rows, or the rows that are left over by tiles of the largest size, which are the further ones. Without rows there is
+    no tile. A loop that runs once or never stands for each size: a conditional would copy what the tile writes to.
     """
-    for size in sizes:
-        rows = end - start
-        count = -(-rows // size) if size == sizes[-1] else rows // size
-        one_more = lambda i, carry, size=size, start=start: body(size, start + i * size, carry)
-        carry = lax.fori_loop(0, count, one_more, carry)
-        start = start + count * size
-    return carry
+    largest = sizes[-1]
+    num_more = jnp.maximum(end - start - 1, 0) // largest
+    rest = end - start - num_more * largest
+    for smaller, size in zip([0, *sizes], sizes, strict=False):
+        fits = ((smaller < rest) & (rest <= size)).astype(jnp.int32)
+        # `i` is 0, but the compiler must not know: it would compute the tile before the loop, whether it runs or not.
+        one = lambda i, carry, size=size: first(size, start + num_more * largest + i * size, carry)
+        carry = lax.fori_loop(0, fits, one, carry)
+    return lax.fori_loop(0, num_more, lambda i, carry: more(largest, start + i * largest, carry), carry)
 
 
 def matmul(rows: jax.Array, matrix: jax.Array, *, contract_rhs: int = 0) -> jax.Array:
@@ -89,6 +82,16 @@ def read_rows(buffer: jax.Array, start, size: int) -> jax.Array:
     return from_bits(lax.dynamic_slice_in_dim(buffer, start, size))
 
 
+def write_matrix(stack: jax.Array, matrix: jax.Array, index, dtype) -> jax.Array:
+    """Returns `stack` (bits of `dtype`) with `matrix` (values) at `index` of its first dim."""
+    return lax.dynamic_update_index_in_dim(stack, to_bits(matrix.astype(dtype)), index, 0)
+
+
+def add_to_matrix(stack: jax.Array, matrix: jax.Array, index, dtype) -> jax.Array:
+    """Returns `stack` (bits of `dtype`) with `matrix` (values) added, in float32, to what is at `index`."""
+    return write_matrix(stack, from_bits(stack[index]).astype(jnp.float32) + matrix, index, dtype)
+
+
 def padded_bits(rows: jax.Array, more: int) -> jax.Array:
     """Returns `rows` as bits with `more` zero rows below, so that a tile may reach past the last row."""
     return jnp.pad(to_bits(rows), ((0, more), (0, 0)))
@@ -99,11 +102,9 @@ def zero_past(end: jax.Array, rows: jax.Array) -> jax.Array:
     return jnp.where(jnp.arange(rows.shape[0])[:, None] < end, rows, 0)
 
 
-def zeros_varying(shape: tuple[int, ...], dtype, like: jax.Array) -> jax.Array:
-    """Returns zeros that vary over the mesh axes that `like` varies over, as a loop's carry must from its start."""
-    return vary_together(jnp.zeros(shape, dtype), like)[0]
-
-
 def empty_bits(shape: tuple[int, ...], dtype, like: jax.Array) -> jax.Array:
-    """Returns the bits of zeros of `dtype`, a buffer for `write_rows`, varying as `like` does."""
-    return to_bits(zeros_varying(shape, dtype, like))
+    """Returns the bits of zeros of `dtype`, a buffer for a loop to write to.
+
+    They vary over the mesh axes that `like` varies over, as a loop's carry must from its start.
+    """
+    return to_bits(vary_together(jnp.zeros(shape, dtype), like)[0])

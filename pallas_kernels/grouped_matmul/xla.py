@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.row_tiles import (
+    add_to_matrix,
     bounds,
-    bucket_sizes,
     empty_bits,
     for_each_tile,
     from_bits,
@@ -17,17 +17,16 @@ from pallas_kernels.row_tiles import (
     padded_bits,
     read_rows,
     tile_sizes,
-    to_bits,
+    write_matrix,
     write_rows,
     zero_past,
-    zeros_varying,
 )
 from pallas_kernels.transposed_matmul import transposed_matmul
 from pallas_kernels.varying import vary_together
 
 
 def grouped_matmul(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """Multiplies each run of rows of `lhs` [M, K] by its own matrix of `rhs` [G, K, N]; [M, N] in the dtype of `lhs`."""
+    """Multiplies each run of rows of `lhs` [M, K] by its own of `rhs` [G, K, N]; [M, N] in the dtype of `lhs`."""
     return _grouped_matmul(*vary_together(lhs, rhs, group_sizes))
 
 
@@ -54,7 +53,7 @@ def _rows_times_matrices(rows, matrices, group_sizes, *, contract_rhs: int):
     num_rows, num_groups = rows.shape[0], matrices.shape[0]
     sizes = tile_sizes(num_rows, num_groups)
     starts, ends = bounds(group_sizes)
-    padded = padded_bits(rows, sizes[0])
+    padded = padded_bits(rows, sizes[-1])
 
     def group(g, out):
         matrix = matrices[g]
@@ -62,39 +61,27 @@ def _rows_times_matrices(rows, matrices, group_sizes, *, contract_rhs: int):
         def tile(size, start, out):
             return write_rows(out, matmul(read_rows(padded, start, size), matrix, contract_rhs=contract_rhs), start)
 
-        return for_each_tile(starts[g], ends[g], sizes, tile, out)
+        return for_each_tile(starts[g], ends[g], sizes, tile, tile, out)
 
-    out = empty_bits((num_rows + sizes[0], matrices.shape[2 - contract_rhs]), rows.dtype, rows)
+    out = empty_bits((num_rows + sizes[-1], matrices.shape[2 - contract_rhs]), rows.dtype, rows)
     return zero_past(ends[-1], from_bits(lax.fori_loop(0, num_groups, group, out)[:num_rows]))
 
 
 def _transposed_products(lhs, rhs, group_sizes):
-    """Returns lhs^T @ rhs of each group's rows, [G, K, N] in the dtype of `lhs`; zeros for an empty group.
-
-    Adding to a carried sum costs a pass over [K, N], so a group should take one product: the smallest of the bucket
-    sizes that holds its rows, with zeros on both sides in the rows that are not its own.
-    """
+    """Returns lhs^T @ rhs of each group's rows, [G, K, N] in the dtype of `lhs`; zeros for an empty group."""
     num_rows, num_groups = lhs.shape[0], group_sizes.shape[0]
-    shape = (lhs.shape[1], rhs.shape[1])
-    buckets = bucket_sizes(num_rows, num_groups)
-    largest = buckets[-1]
+    sizes = tile_sizes(num_rows, num_groups)
     starts, ends = bounds(group_sizes)
-    sides = [padded_bits(x, largest) for x in (lhs, rhs)]
+    sides = [padded_bits(x, sizes[-1]) for x in (lhs, rhs)]
 
     def group(g, out):
-        start, end = starts[g], ends[g]
-        num_full = jnp.maximum(end - start - 1, 0) // largest
-        rest = end - start - num_full * largest
-        bucket = jnp.sum(rest > jnp.array([0, *buckets[:-1]]))  # 0 only for an empty group
-
         def product(size, start):
-            live = (start + jnp.arange(size) < end)[:, None]
+            live = (start + jnp.arange(size) < ends[g])[:, None]  # a tile's other rows count as zeros
             return transposed_matmul(*(jnp.where(live, read_rows(x, start, size), 0) for x in sides))
 
-        branches = [lambda start: zeros_varying(shape, jnp.float32, lhs)]
-        branches += [lambda start, size=size: product(size, start) for size in buckets]
-        total = lax.switch(bucket, branches, start + num_full * largest)
-        total = lax.fori_loop(0, num_full, lambda i, total: total + product(largest, start + i * largest), total)
-        return lax.dynamic_update_index_in_dim(out, to_bits(total.astype(lhs.dtype)), g, 0)
+        first = lambda size, start, out: write_matrix(out, product(size, start), g, lhs.dtype)
+        more = lambda size, start, out: add_to_matrix(out, product(size, start), g, lhs.dtype)
+        return for_each_tile(starts[g], ends[g], sizes, first, more, out)
 
-    return from_bits(lax.fori_loop(0, num_groups, group, empty_bits((num_groups, *shape), lhs.dtype, lhs)))
+    out = empty_bits((num_groups, lhs.shape[1], rhs.shape[1]), lhs.dtype, lhs)
+    return from_bits(lax.fori_loop(0, num_groups, group, out))
