@@ -16,7 +16,7 @@ def staged_directory(path: Path | str, *, overwrite: bool = False) -> Iterator[P
     When the block raises, the directory is removed and `path` is as it was. A stale one of a killed process is
     removed on the next try. Raises InputError when `path` exists and `overwrite` is False.
     """
-    path = Path(path)
+    path = Path(path).absolute()
     if path.exists() and not overwrite:
         raise InputError(f"output {path} exists already; remove it, choose another, or pass --overwrite")
     path.parent.mkdir(parents=True, exist_ok=True)

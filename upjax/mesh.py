@@ -23,7 +23,9 @@ def make_mesh(data: int = 1, fsdp: int = 1, expert: int = 1, *, devices=None) ->
     sizes = (data, fsdp, expert)
     devices = list(devices if devices is not None else jax.devices())
     if data * fsdp * expert > len(devices):
-        raise ValueError(f"mesh data={data} fsdp={fsdp} expert={expert} needs more than the {len(devices)} devices here")
+        raise ValueError(
+            f"mesh data={data} fsdp={fsdp} expert={expert} needs more than the {len(devices)} devices here"
+        )
     return jax.make_mesh(sizes, AXES, devices=devices[: data * fsdp * expert])
 
 

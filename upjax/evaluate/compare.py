@@ -24,7 +24,7 @@ class Agreement:
     num_tokens: int
 
 
-def compare(first: Decoder, second: Decoder, tokens_BT: np.ndarray, *, batch_size: int = 1) -> Agreement:
+def verify(first: Decoder, second: Decoder, tokens_BT: np.ndarray, *, batch_size: int = 1) -> Agreement:
     """Returns how far the models agree on the rows of `tokens_BT`, each read as one document.
 
     Rows are run `batch_size` at a time; their number must be a multiple of it, and that one of the mesh's devices.
@@ -39,17 +39,21 @@ def compare(first: Decoder, second: Decoder, tokens_BT: np.ndarray, *, batch_siz
     if tokens_BT.shape[0] % batch_size:
         problems.add(f"{tokens_BT.shape[0]} rows are no multiple of the batch size {batch_size}")
     problems.raise_if_any()
-    parts = []
-    for start in range(0, tokens_BT.shape[0], batch_size):
-        parts.append(
-            jax.device_get(_agreement(first, second, batch_sharded(jnp.asarray(tokens_BT[start : start + batch_size]))))
-        )
+    # "highest": a TPU would otherwise multiply float32 in bfloat16, and what is asked is how far the models differ.
+    with jax.default_matmul_precision("highest"):
+        starts = range(0, tokens_BT.shape[0], batch_size)
+        parts = [_agreement(first, second, _on_mesh(tokens_BT[start : start + batch_size])) for start in starts]
+    parts = jax.device_get(parts)
     return Agreement(
         max_abs_logit_diff=float(max(part["diff"] for part in parts)),
         kl=float(sum(part["kl"] for part in parts) / tokens_BT.size),
         top1_agreement=float(sum(part["same"] for part in parts) / tokens_BT.size),
         num_tokens=tokens_BT.size,
     )
+
+
+def _on_mesh(tokens_BT: np.ndarray) -> jax.Array:
+    return batch_sharded(jnp.asarray(tokens_BT, jnp.int32))
 
 
 @jax.jit

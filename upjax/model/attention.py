@@ -63,7 +63,8 @@ def attend(q_BTNH, k_BSGH, v_BSGH, segment_ids_BT, window: int | None) -> jax.Ar
     the T x S matrix, where T is a multiple of its 128 lanes; elsewhere `jax.nn.dot_product_attention`.
     """
     with jax.named_scope("attend"):
-        plain = partial(_dot_product_attention, window=window)
+        # Like the kernel's, this backward pass makes the T x S matrix again instead of keeping one of each layer.
+        plain = jax.checkpoint(partial(_dot_product_attention, window=window))
         if not fits_splash(q_BTNH.shape[1]):
             return plain(q_BTNH, k_BSGH, v_BSGH, segment_ids_BT)
         fast = partial(splash_attention, window=window)

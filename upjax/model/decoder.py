@@ -22,6 +22,8 @@ from upjax.model.parameters import Dtypes, constant, normal
 from upjax.model.rope import rope_angles
 from upjax.model.router import RouterStats
 
+FLOAT32 = Dtypes()
+
 Remat = Callable[[Callable], Callable]
 """Wraps the function of one layer pattern: `jax.checkpoint` to recompute it in the backward pass."""
 
@@ -62,7 +64,7 @@ class Layer(nnx.Module):
 class Decoder(nnx.Module):
     """A decoder-only language model, dense or with routed experts; a plain pytree of its parameters."""
 
-    def __init__(self, config: DecoderConfig, dtypes: Dtypes = Dtypes(), *, key: jax.Array):
+    def __init__(self, config: DecoderConfig, dtypes: Dtypes = FLOAT32, *, key: jax.Array):
         embedding_key, head_key, *segment_keys = jax.random.split(key, 2 + len(config.segments))
         self.config, self.dtypes = config, dtypes
         V, D, dtype = config.vocab_size, config.embed_dim, dtypes.parameters

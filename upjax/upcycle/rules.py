@@ -36,7 +36,7 @@ class Rule:
 
 
 def layer_names(config: DecoderConfig, paths: Sequence[str]) -> dict[str, tuple[str, int | None]]:
-    """Returns each parameter by layer, `layers/L/...`, with the stack it lies in and its index there (None: no stack)."""
+    """Returns each parameter by layer, `layers/L/...`, with its stack and its index there (None for no stack)."""
     names: dict[str, tuple[str, int | None]] = {}
     layers = defaultdict(list)
     for layer in range(config.num_layers):
@@ -51,7 +51,9 @@ def layer_names(config: DecoderConfig, paths: Sequence[str]) -> dict[str, tuple[
     return names
 
 
-def match_rules(rules: Sequence[Rule], sources: Sequence[str], targets: Sequence[str]) -> dict[str, tuple[Rule, str | None]]:
+def match_rules(
+    rules: Sequence[Rule], sources: Sequence[str], targets: Sequence[str]
+) -> dict[str, tuple[Rule, str | None]]:
     """Returns the rule and the source of every target.
 
     Raises InputError that lists every source that no rule takes, every target that no rule makes, and every target
@@ -75,7 +77,9 @@ def match_rules(rules: Sequence[Rule], sources: Sequence[str], targets: Sequence
         if not makers[target]:
             problems.add(f"{target}: no rule makes it")
         if len(makers[target]) > 1:
-            problems.add(f"{target}: made by {len(makers[target])} rules, from {[source for _, source in makers[target]]}")
+            problems.add(
+                f"{target}: made by {len(makers[target])} rules, from {[source for _, source in makers[target]]}"
+            )
     problems.raise_if_any()
     return {target: made[0] for target, made in makers.items()}
 
