@@ -20,7 +20,7 @@ test-fast: $(VENV)/installed-dev
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/pyrefly check
+	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)

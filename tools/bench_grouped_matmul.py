@@ -73,16 +73,17 @@ def measure(case: Case, dtype, rounds: int) -> dict:
         ("forward", lambda f: jax.jit(f)),
         ("forward_backward", partial(with_backward, cotangent=cotangent)),
     ):
-        runs = {
+        runs: dict[str, Callable] = {
             "ours": partial(wrap(ours), lhs, rhs),
             "dense": partial(wrap(dense), lhs, rhs[0]),
         }
         seconds[kind] = time_in_turn(runs, rounds) | time_in_turn({"ragged_dot": partial(wrap(ragged), lhs, rhs)}, 3)
-    return {
-        "name": case.name,
-        **{f"{kind}_vs_{other}": times[other] / times["ours"] for kind, times in seconds.items() for other in ("dense", "ragged_dot")},
-        "seconds": seconds,
-    }  # fmt: skip
+    ratios = {
+        f"{kind}_vs_{other}": times[other] / times["ours"]
+        for kind, times in seconds.items()
+        for other in ("dense", "ragged_dot")
+    }
+    return {"name": case.name, **ratios, "seconds": seconds}
 
 
 def with_backward(function: Callable, *, cotangent: jax.Array) -> Callable:

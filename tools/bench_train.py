@@ -94,7 +94,7 @@ def in_own_process(side: str, dtype: str, steps: int) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def median_seconds(run: Callable[[], None], steps: int) -> float:
+def median_seconds(run: Callable[[], object], steps: int) -> float:
     for _ in range(2):
         run()
     times = []

@@ -25,7 +25,7 @@ import numpy as np
 
 from upjax.checkpoint import UNFINISHED, checkpoint_directory, list_steps, load_model
 from upjax.config import Config, DataConfig, ModelConfig, OptimizerConfig, ScheduleConfig, TrainConfig, config_to_yaml
-from upjax.data.dataset import INFO_FILE, DatasetInfo, info_json
+from upjax.data.dataset import INFO_FILE, DatasetInfo, SplitName, info_json
 from upjax.data.shards import SplitWriter
 from upjax.model import DecoderConfig, MoEConfig, flat_params
 from upjax.train.metrics import METRICS_FILE, read_metrics
@@ -130,8 +130,8 @@ def compare(undisturbed: Path, killed: Path) -> dict:
     wanted, got = (
         [[m["step"], *(m[name] for name in COMPARED)] for m in read_metrics(run)] for run in (undisturbed, killed)
     )
-    parameters = [flat_params(load_model(run)) for run in (undisturbed, killed)]
-    different = [path for path in parameters[0] if not np.array_equal(*(np.asarray(p[path]) for p in parameters))]
+    first, second = (flat_params(load_model(run)) for run in (undisturbed, killed))
+    different = [path for path in first if not np.array_equal(np.asarray(first[path]), np.asarray(second[path]))]
     rows = sum(a != b for a, b in zip(wanted, got, strict=False)) + abs(len(wanted) - len(got))
     return {"differing_steps": rows, "differing_parameters": len(different), "final_loss": wanted[-1][1]}
 
@@ -169,7 +169,8 @@ def write_dataset(path: Path) -> None:
     """Writes documents whose tokens count upwards by a step of their own."""
     path.mkdir()
     rng = np.random.default_rng(0)
-    writers = {name: SplitWriter(path, name, dtype="uint16", shard_size=1 << 14) for name in ("train", "held_out")}
+    names: tuple[SplitName, ...] = ("train", "held_out")
+    writers = {name: SplitWriter(path, name, dtype="uint16", shard_size=1 << 14) for name in names}
     for length in rng.integers(10, 100, 300):
         tokens = 1 + np.cumsum(np.full(length, rng.integers(1, 9))) % (VOCAB - 1)
         writers["train"].write([*tokens.tolist(), 0], num_bytes=int(length))

@@ -2,12 +2,17 @@
 
 import json
 import os
+import sys
 import warnings
 from pathlib import Path
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import numpy as np
+import pytest
+
+if sys.version_info >= (3, 12):  # the test extra installs the oracle for 3.11 alone; there a missing one is an error
+    pytest.importorskip("torch", reason="the oracle, transformers with torch, is installed on Python 3.11 alone")
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

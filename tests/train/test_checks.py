@@ -61,3 +61,14 @@ def test_several_processes_must_share_all_their_devices(make_config):
     problems = Problems("")
     check_numbers(make_config(), problems, num_devices=8, num_processes=2)
     assert "2 processes must share all 8" in problems.found[0]
+
+
+def test_too_little_data_is_found_before_training(make_config):
+    config = make_config(
+        data={"sequence_length": 32, "batch_size": 500},
+        train={"steps": 12, "evaluate_every": 4, "evaluate_tokens": 2},
+    )
+    with pytest.raises(InputError) as caught:
+        check(config)
+    assert "fewer than a batch of 500" in caught.value.problems[0]
+    assert "max_tokens 2 is less than the first document's" in caught.value.problems[1]

@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import time
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -277,3 +278,14 @@ def test_reports_are_json_and_events(undisturbed):
     assert line["tokens_per_second"] > 0
     events = list((undisturbed / "tensorboard").iterdir())
     assert b"grad_norm" in events[0].read_bytes()
+
+
+def test_paths_may_be_relative(make_config, undisturbed, tmp_path, monkeypatch, at_step):
+    monkeypatch.chdir(tmp_path)
+    config = make_config(output=Path("runs/here"))
+    at_step(6, interrupt)
+    with pytest.raises(Interrupted):
+        train(config, progress=False)
+    train(config, progress=False)
+    assert results(config.output) == results(undisturbed)
+    assert_equal(params_of(Path("runs/here/checkpoints/12")), params_of(undisturbed))

@@ -1,6 +1,7 @@
 """The step is the same whatever the mesh, the microbatches, the padding and what is recomputed."""
 
 import contextlib
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -9,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from conftest import VOCAB
 from jax.sharding import PartitionSpec as P
 
 from upjax.config import OptimizerConfig, ScheduleConfig
-from upjax.mesh import BATCH, make_mesh
+from upjax.mesh import AXES, BATCH, make_mesh
 from upjax.model import Dtypes, abstract_params, build
 from upjax.train.optimizer import make_optimizer
 from upjax.train.schedule import make_schedule
@@ -114,16 +116,24 @@ def test_a_mesh_changes_nothing(moe, shape):
     assert wanted.history[-1]["loss"] < wanted.history[0]["loss"] - 0.05  # it is training that was compared
 
 
-@pytest.mark.parametrize("shape", [ONE_DEVICE, pytest.param((2, 2, 1), marks=slow)])
-def test_the_number_of_microbatches_changes_nothing(moe, shape):
-    batch = make_batch(moe.vocab_size)
+def test_the_number_of_microbatches_changes_nothing(dense):
+    batch = make_batch(dense.vocab_size)
     batch["loss_weights"][:3] = 0  # microbatches differ in what they weigh
-    batch["segment_ids"][5:7] = 0  # and in the tokens they hold
+    same(take(dense, batch, num_microbatches=2), take(dense, batch), 1e-6)
+
+
+@slow
+@pytest.mark.parametrize("shape", [ONE_DEVICE, (2, 2, 1)])
+def test_the_number_of_microbatches_changes_nothing_of_experts(moe, shape):
+    batch = make_batch(moe.vocab_size)
+    batch["loss_weights"][:3] = 0
+    batch["segment_ids"][5:7] = 0  # microbatches differ in the tokens they hold
     options = {"load_balance_coefficient": 0.0, "shape": shape}
     got = take(moe, batch, num_microbatches=2, **options)
     same(got, take(moe, batch, **options), 1e-6, ignoring=["load_balance_loss"])
 
 
+@slow
 def test_the_balance_loss_of_microbatches_is_the_mean_of_theirs_by_tokens(moe):
     batch = make_batch(moe.vocab_size)
     batch["segment_ids"][0] = 0
@@ -147,17 +157,13 @@ def test_padding_and_what_lies_under_it_change_nothing(moe):
     same(take(moe, padded), take(moe, twice), 1e-5, ignoring=["tokens"])
 
 
-@pytest.mark.parametrize("remat", [pytest.param("dots", marks=slow), "full"])
-def test_recomputing_changes_nothing(dense, remat):
-    batch = make_batch(dense.vocab_size)
-    same(take(dense, batch, remat=remat), take(dense, batch), 1e-6)
-
-
 @slow
 @pytest.mark.parametrize("remat", ["dots", "full"])
-def test_recomputing_counts_no_token_twice(moe, remat):
-    batch = make_batch(moe.vocab_size)
-    same(take(moe, batch, remat=remat), take(moe, batch), 1e-6)
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_recomputing_changes_nothing_and_counts_no_token_twice(request, kind, remat):
+    config = request.getfixturevalue(kind)
+    batch = make_batch(config.vocab_size)
+    same(take(config, batch, remat=remat), take(config, batch), 1e-6)
 
 
 def test_metrics_are_what_the_model_says(moe):
@@ -201,3 +207,19 @@ def test_bfloat16_compute_keeps_float32_parameters_and_gradients(dense):
     gradient = got.gradients["segments/0/0/mlp/gate"]
     rounded = np.asarray(jnp.asarray(gradient, jnp.bfloat16), np.float32)
     assert (gradient != rounded).mean() > 0.9  # no gradient was rounded to bfloat16 on its way
+
+
+def test_the_step_lowers_for_256_absent_devices(moe):
+    pod = jax.sharding.AbstractMesh((8, 4, 8), AXES, (jax.sharding.AxisType.Explicit,) * 3)
+    wide = dataclasses.replace(moe, embed_dim=64, hidden_dim=64)
+    with jax.sharding.use_abstract_mesh(pod):
+        state = abstract_state(wide, Dtypes(), OPTIMIZER)
+        sharding = jax.NamedSharding(pod, P(BATCH, None))
+        batch = {
+            name: jax.ShapeDtypeStruct((512, T), x.dtype, sharding=sharding) for name, x in make_batch(VOCAB).items()
+        }
+        traced = make_step(wide, (8, 4, 8), num_microbatches=2).trace(state, batch)
+        after, metrics = traced.out_info
+        assert after.params["segments/0/0/moe/up"].sharding.spec == P(None, "expert", "fsdp", None)
+        assert metrics["loss"].shape == ()
+        traced.lower(lowering_platforms=("tpu",))

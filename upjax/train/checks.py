@@ -1,29 +1,26 @@
 """What is checked before anything is loaded: that config, model, data and devices go together."""
 
 import math
+from collections.abc import Callable
+from typing import TypeVar
 
 import jax
 
 from upjax.checkpoint import read_model_config
 from upjax.config import Config, MeshConfig
-from upjax.data import DatasetInfo, load_info
+from upjax.data import DatasetInfo, held_out_batches, load_info, make_dataset
 from upjax.errors import InputError, Problems
 from upjax.mesh import AXES
 from upjax.model import DecoderConfig, Dtypes, abstract_params
+
+T = TypeVar("T")
 
 
 def check(config: Config) -> tuple[DecoderConfig, DatasetInfo]:
     """Returns the model's architecture and what the dataset holds; InputError lists everything that does not fit."""
     problems = Problems("this run cannot start")
-    decoder = dataset = None
-    try:
-        decoder = config.model.decoder or read_model_config(config.model.init_from)
-    except InputError as error:
-        problems.add(str(error))
-    try:
-        dataset = load_info(config.data.path)
-    except InputError as error:
-        problems.add(str(error))
+    decoder = config.model.decoder or _try(problems, lambda: read_model_config(config.model.init_from))
+    dataset = _try(problems, lambda: load_info(config.data.path))
     check_numbers(config, problems, num_devices=len(jax.devices()), num_processes=jax.process_count())
     if decoder:
         check_model(config, decoder, problems)
@@ -31,6 +28,15 @@ def check(config: Config) -> tuple[DecoderConfig, DatasetInfo]:
         check_dataset(config, dataset, decoder, problems)
     problems.raise_if_any()
     return decoder, dataset
+
+
+def _try(problems: Problems, read: Callable[[], T]) -> T | None:
+    """Returns what is read, or None when that cannot be and the problems say why."""
+    try:
+        return read()
+    except InputError as error:
+        problems.add(str(error))
+        return None
 
 
 def check_numbers(config: Config, problems: Problems, *, num_devices: int, num_processes: int) -> None:
@@ -65,15 +71,16 @@ def check_model(config: Config, decoder: DecoderConfig, problems: Problems) -> N
 
 
 def check_dataset(config: Config, dataset: DatasetInfo, decoder: DecoderConfig | None, problems: Problems) -> None:
-    """Adds what the dataset lacks: a split with documents, token ids that the model knows."""
+    """Adds what the dataset lacks: enough documents in the splits that are read, token ids that the model knows."""
     if decoder and dataset.max_token_id >= decoder.vocab_size:
         problems.add(
             f"dataset {config.data.path} holds token id {dataset.max_token_id}, the model has ids below its "
             f"vocab_size {decoder.vocab_size}: tokenize with the model's own tokenizer"
         )
-    for split in ("train", "held_out") if config.train.evaluate_every else ("train",):
-        if split not in dataset.splits or not dataset.splits[split].documents:
-            problems.add(f"dataset {config.data.path} has no documents in its split {split}")
+    shape = {"sequence_length": config.data.sequence_length, "batch_size": config.data.batch_size}
+    _try(problems, lambda: make_dataset(config.data.path, seed=config.data.seed, **shape))
+    if config.train.evaluate_every:
+        _try(problems, lambda: held_out_batches(config.data.path, max_tokens=config.train.evaluate_tokens, **shape))
 
 
 def _indivisible(decoder: DecoderConfig, mesh: MeshConfig):

@@ -30,7 +30,7 @@ from upjax.data import make_dataset
 from upjax.errors import InputError
 from upjax.evaluate.perplexity import evaluate
 from upjax.files import write_text
-from upjax.mesh import BATCH, make_mesh
+from upjax.mesh import BATCH, has_mesh, make_mesh
 from upjax.model import DecoderConfig, build
 from upjax.train.checks import check
 from upjax.train.flops import flops_per_token
@@ -75,7 +75,7 @@ def train(config: Config, *, branch_from: int | str | Path | None = None, progre
     _check_directory(run)
     schedule = make_schedule(config.schedule, peak=config.optimizer.learning_rate, num_steps=config.train.steps)
     optimizer = make_optimizer(config.optimizer, schedule)
-    with jax.set_mesh(make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.expert)):
+    with _mesh(config):
         begun = start(config, decoder, optimizer, parent)
         first = int(begun.state.step)
         if jax.process_index() == 0:
@@ -103,7 +103,8 @@ def _run(config: Config, decoder: DecoderConfig, begun: Start, train_step: Train
     run, state, num_steps = config.output, begun.state, config.train.steps
     batches = _batches(config, begun.data_state)
     compiled = train_step.lower(state, _abstract_batch(config)).compile()
-    meter = Meter(flops_per_token(decoder, config.data.sequence_length))
+    devices = list(_batch_sharding().device_set)
+    meter = Meter(flops_per_token(decoder, config.data.sequence_length), devices)
     finish_saving: Callable[[], None] = lambda: None
     waiting: tuple[int, dict[str, jax.Array]] | None = None
 
@@ -201,7 +202,15 @@ def _batches(config: Config, data_state: dict[str, Any] | None):
     return batches
 
 
-def _batch_sharding() -> jax.NamedSharding:
+def _mesh(config: Config) -> contextlib.AbstractContextManager:
+    """Returns what sets the mesh. One device needs none, and XLA then copies no weights to lay them out for use."""
+    sizes = (config.mesh.data, config.mesh.fsdp, config.mesh.expert)
+    return jax.set_mesh(make_mesh(*sizes)) if math.prod(sizes) > 1 else contextlib.nullcontext()
+
+
+def _batch_sharding() -> jax.sharding.Sharding:
+    if not has_mesh():
+        return jax.sharding.SingleDeviceSharding(jax.devices()[0])
     return jax.NamedSharding(jax.sharding.get_mesh(), P(BATCH, None))
 
 

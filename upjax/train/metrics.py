@@ -4,7 +4,7 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,11 +99,10 @@ def _line(metrics: dict[str, Any], num_steps: int | None) -> str:
 class Meter:
     """Counts tokens and the seconds spent on them, from one report to the next."""
 
-    def __init__(self, flops_per_token: float):
+    def __init__(self, flops_per_token: float, devices: Sequence[jax.Device]):
         self._flops_per_token = flops_per_token
-        devices = jax.sharding.get_mesh().devices
-        peak = peak_flops(devices.flat[0].device_kind)
-        self._peak = peak and peak * devices.size
+        peak = peak_flops(devices[0].device_kind)
+        self._peak = peak and peak * len(devices)
         self._tokens, self._steps, self._since = 0.0, 0, time.perf_counter()
 
     def count(self, tokens: float) -> None:

@@ -96,7 +96,7 @@ def start(
     if parent:
         begun = _resume(config, decoder, optimizer, parent, branches=True)
         origin = {"checkpoint": str(parent), "step": int(parent.name)}
-        provenance = begun.model.provenance | {"parent": origin, "software": software()}
+        provenance = begun.model.provenance | {"parent": origin}
         return dataclasses.replace(begun, model=dataclasses.replace(begun.model, provenance=provenance))
     return _begin(config, decoder, optimizer)
 
@@ -130,7 +130,7 @@ def _resume(config: Config, decoder: DecoderConfig, optimizer, checkpoint: Path,
     return Start(
         state=TrainState(params=params, **training),
         data_state=record.data_state if same_data else None,
-        model=record.model,
+        model=dataclasses.replace(record.model, provenance=record.model.provenance | {"software": software()}),
     )
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from upjax.mesh import replicated
+from upjax.mesh import has_mesh, replicated
 from upjax.model import DecoderConfig, Dtypes, abstract_params
 
 
@@ -40,4 +40,8 @@ def init_state(params: dict[str, jax.Array], optimizer: optax.GradientTransforma
 def abstract_state(config: DecoderConfig, dtypes: Dtypes, optimizer: optax.GradientTransformation) -> TrainState:
     """Returns the shapes, dtypes and shardings of the state on the mesh that is set; makes no array."""
     params = abstract_params(config, dtypes)
-    return jax.eval_shape(lambda params: init_state(params, optimizer, jax.random.key(0)), params)
+    state = jax.eval_shape(lambda params: init_state(params, optimizer, jax.random.key(0)), params)
+    if has_mesh():
+        return state
+    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), state)

@@ -1,0 +1,141 @@
+"""The MoE layer against the dense layer, NumPy, and closed forms."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from upjax.mesh import batch_sharded, make_mesh
+from upjax.model import Decoder, DecoderConfig, Dtypes, MoEConfig, abstract_params, build, flat_params
+from upjax.model.loss import cross_entropy_sum
+from upjax.model.router import route
+
+DENSE = DecoderConfig(
+    vocab_size=61,
+    embed_dim=32,
+    hidden_dim=48,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    max_sequence_length=64,
+)
+B, T = 8, 24
+TOKENS = np.random.default_rng(0).integers(0, 61, (B, T)).astype(np.int32)
+
+
+def with_experts(**changes) -> DecoderConfig:
+    moe = MoEConfig(**({"num_experts": 8, "experts_per_token": 2, "hidden_dim": 48} | changes))
+    return dataclasses.replace(DENSE, moe=moe, moe_layers=(0, 1, 2))
+
+
+def loss(decoder, tokens, segment_ids=None):
+    hidden, router = decoder.hidden(tokens, None, segment_ids)
+    weights = jnp.ones(tokens.shape, jnp.float32) if segment_ids is None else (segment_ids > 0).astype(jnp.float32)
+    return cross_entropy_sum(decoder, hidden, tokens, weights), router
+
+
+def test_one_expert_is_the_dense_model_in_loss_and_gradients():
+    dense = Decoder(DENSE, key=jax.random.key(0))
+    flat = flat_params(dense)
+    config = with_experts(num_experts=1, experts_per_token=1)
+    made = {
+        path.replace("/mlp/", "/moe/"): value[:, None] if "/mlp/" in path else value for path, value in flat.items()
+    }
+    made["segments/0/0/moe/router"] = jax.random.normal(jax.random.key(1), (3, 32, 1))
+    moe = build(config, Dtypes(), made)
+    (dense_loss, _), dense_grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(dense, TOKENS)
+    (moe_loss, _), moe_grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(moe, TOKENS)
+    np.testing.assert_allclose(moe_loss, dense_loss, rtol=1e-6)
+    moe_grads = flat_params(moe_grads)
+    for path, gradient in flat_params(dense_grads).items():
+        other = np.asarray(moe_grads[path.replace("/mlp/", "/moe/")]).reshape(gradient.shape)
+        assert np.linalg.norm(other - gradient) <= 1e-6 * np.linalg.norm(gradient), path
+
+
+@pytest.mark.parametrize("router", ("softmax_topk", "softmax_topk_renormalized", "topk_softmax"))
+def test_gates_and_experts_are_those_of_a_sort(router):
+    x, weight = np.random.default_rng(1).normal(size=(2, 5, 32)), np.random.default_rng(2).normal(size=(32, 8))
+    config = MoEConfig(num_experts=8, experts_per_token=3, hidden_dim=4, router=router)
+    ones = jnp.ones((2, 5), bool)
+    routing, _ = route(jnp.asarray(x, jnp.float32), jnp.asarray(weight, jnp.float32), config, ones)
+    logits = x @ weight
+    order = np.argsort(-logits, axis=-1)[..., :3]
+    np.testing.assert_array_equal(routing.experts_BTK, order)
+    chosen = np.exp(np.take_along_axis(logits, order, axis=-1))
+    total = np.exp(logits).sum(-1, keepdims=True) if router == "softmax_topk" else chosen.sum(-1, keepdims=True)
+    np.testing.assert_allclose(routing.gates_BTK, chosen / total, rtol=1e-5)
+
+
+def test_router_logits_are_float32_whatever_the_compute_dtype():
+    # Two experts whose logits differ by less than bfloat16 can tell: only float32 finds the larger.
+    weight = jnp.stack([jnp.full(32, 1.0), jnp.full(32, 1.0 + 2**-12)], axis=1)
+    config = MoEConfig(num_experts=2, experts_per_token=1, hidden_dim=4)
+    routing, _ = route(jnp.ones((1, 4, 32), jnp.bfloat16), weight, config, jnp.ones((1, 4), bool))
+    assert routing.gates_BTK.dtype == jnp.float32
+    assert (routing.experts_BTK == 1).all()
+
+
+def test_even_routing_has_a_balance_loss_of_one_and_one_sided_routing_of_num_experts():
+    config = MoEConfig(num_experts=4, experts_per_token=1, hidden_dim=4)
+    ones = jnp.ones((1, 8), bool)
+    cycle = jax.nn.one_hot(jnp.arange(8) % 4, 4)[None]
+    _, stats = route(cycle, 50.0 * jnp.eye(4), config, ones)
+    np.testing.assert_allclose(stats.load_balance_loss, 1.0, rtol=1e-6)
+    np.testing.assert_array_equal(stats.expert_counts, [2, 2, 2, 2])
+    _, stats = route(jnp.ones((1, 8, 4)), jnp.zeros((4, 4)).at[:, 2].set(50.0), config, ones)
+    np.testing.assert_allclose(stats.load_balance_loss, 4.0, rtol=1e-6)
+    np.testing.assert_array_equal(stats.expert_counts, [0, 0, 8, 0])
+    np.testing.assert_allclose(stats.z_loss, 200.0**2, rtol=1e-6)
+
+
+def test_the_balance_loss_of_each_layer_is_its_closed_form():
+    moe = Decoder(with_experts(), key=jax.random.key(0))
+    router = jax.jit(lambda d: d(TOKENS).router)(moe)
+    assert router.expert_counts.shape == (3, 8)
+    assert (router.expert_counts.sum(axis=1) == 2 * B * T).all()
+    assert router.load_balance_loss.shape == router.z_loss.shape == (3,)
+
+
+def test_padding_is_counted_nowhere_and_changes_nothing():
+    moe = Decoder(with_experts(), key=jax.random.key(0))
+    run = jax.jit(jax.value_and_grad(loss, has_aux=True))
+    (short, router), gradients = run(moe, TOKENS, np.ones((B, T), np.int32))
+    padded = np.concatenate([TOKENS, np.full((B, 8), 7, np.int32)], axis=1)
+    segment_ids = np.concatenate([np.ones((B, T)), np.zeros((B, 8))], axis=1).astype(np.int32)
+    (long, padded_router), padded_gradients = run(moe, padded, segment_ids)
+    np.testing.assert_allclose(long, short, rtol=1e-6)
+    np.testing.assert_array_equal(padded_router.expert_counts, router.expert_counts)
+    for name in ("load_balance_loss", "z_loss"):
+        np.testing.assert_allclose(getattr(padded_router, name), getattr(router, name), rtol=1e-5)
+    for path, gradient in flat_params(gradients).items():
+        np.testing.assert_allclose(flat_params(padded_gradients)[path], gradient, rtol=1e-4, atol=1e-4, err_msg=path)
+
+
+def test_permuting_the_experts_changes_nothing():
+    moe = Decoder(with_experts(), key=jax.random.key(0))
+    flat, order = flat_params(moe), np.random.default_rng(3).permutation(8)
+    moved = {
+        path: value[..., order] if path.endswith("router") else value[:, order] if "/moe/" in path else value
+        for path, value in flat.items()
+    }
+    np.testing.assert_allclose(build(moe.config, Dtypes(), moved)(TOKENS).logits, moe(TOKENS).logits, atol=2e-6)
+
+
+@pytest.mark.parametrize("shape", [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2)])
+def test_a_mesh_changes_neither_logits_nor_gradients(shape):
+    moe = Decoder(with_experts(), key=jax.random.key(0))
+    (alone, _), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(moe, TOKENS)
+    with jax.set_mesh(make_mesh(*shape)):
+        wanted = abstract_params(moe.config, Dtypes())
+        flat = {path: jax.device_put(np.asarray(x), wanted[path].sharding) for path, x in flat_params(moe).items()}
+        sharded = build(moe.config, Dtypes(), flat)
+        run = jax.jit(jax.value_and_grad(loss, has_aux=True))
+        (spread, _), spread_gradients = run(sharded, batch_sharded(jnp.asarray(TOKENS)))
+    np.testing.assert_allclose(spread, alone, rtol=1e-5)
+    for path, gradient in flat_params(spread_gradients).items():
+        expected = np.asarray(flat_params(gradients)[path])
+        assert gradient.sharding.spec == wanted[path].sharding.spec, path
+        assert np.linalg.norm(np.asarray(gradient) - expected) <= 1e-5 * np.linalg.norm(expected), path
