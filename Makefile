@@ -12,10 +12,10 @@ quickstart: $(VENV)/installed
 	$(BIN)/python tools/quickstart.py $(ARGS)
 
 test: $(VENV)/installed-dev lint
-	$(BIN)/python -m pytest -n 2 $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal --durations=15 $(ARGS)
 
 test-fast: $(VENV)/installed-dev
-	$(BIN)/python -m pytest -n 2 -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(ARGS)
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff format --check .

@@ -11,6 +11,7 @@ import contextlib
 import json
 import logging
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -66,8 +67,12 @@ def save_model(
         )
     record = ModelRecord(config=decoder.config, parameters_dtype=decoder.dtypes.parameters, provenance=dict(provenance))
     with staged_directory(path, overwrite=overwrite) as staging, _errors("write", Path(path)):
-        with _context():
-            ocp.save((staging / "params").absolute(), flat_params(decoder))
+        with _context(), _quiet():
+            try:
+                ocp.save((staging / "params").absolute(), flat_params(decoder))
+            except Exception:
+                _clear(staging)
+                raise
         write_text(staging / MODEL_FILE, json.dumps(_to_json(record), indent=2) + "\n")
         if tokenizer_from is not None:
             copy_tokenizer(tokenizer_from, staging)
@@ -135,19 +140,16 @@ def start_saving(
     there are, leaves out. It raises InputError when the checkpoint could not be written; those before it are whole.
     """
     place = checkpoint_directory(run, step)
-    absl = logging.getLogger("absl")
-    level = absl.level
-    absl.setLevel(logging.CRITICAL)  # Orbax's threads log the traceback of what they raise, each its own
     writing = {"params": params, "training": training, "run": _to_json(record)}
-    with _writes_checkpoint(run, step), _context():
-        response = ocp.save_checkpointables_async(place.absolute(), writing)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_quiet())
+        with _writes_checkpoint(run, step), _context():
+            response = ocp.save_checkpointables_async(place.absolute(), writing)
+        quiet = stack.pop_all()
 
     def finish() -> None:
-        try:
-            with _writes_checkpoint(run, step):
-                response.result()
-        finally:
-            absl.setLevel(level)
+        with quiet, _writes_checkpoint(run, step):
+            response.result()
         if jax.process_index() == 0:
             steps = list_steps(run)
             for doomed in sorted(set(steps) - keep(steps)):
@@ -175,9 +177,7 @@ def checkpoint_directory(run: Path, step: int) -> Path:
 
 def clear_unfinished(run: Path) -> None:
     """Removes what a killed process left half written or half deleted."""
-    for entry in (run / CHECKPOINTS).glob("*"):
-        if entry.name.endswith(UNFINISHED):
-            shutil.rmtree(entry)
+    _clear(run / CHECKPOINTS)
 
 
 def read_run(checkpoint: Path) -> RunRecord:
@@ -223,6 +223,29 @@ def _check_stored(place: Path, stored: Mapping[str, Any], wanted: Mapping[str, j
         if tuple(stored[path].shape) != wanted[path].shape:
             problems.add(f"{path}: {list(stored[path].shape)} where the config needs {list(wanted[path].shape)}")
     problems.raise_if_any()
+
+
+def _clear(directory: Path) -> None:
+    """Removes what is unfinished, also while threads of a save that failed still write into it."""
+    for _ in range(100):
+        unfinished = [entry for entry in directory.glob("*") if entry.name.endswith(UNFINISHED)]
+        if not unfinished:
+            break
+        for entry in unfinished:
+            shutil.rmtree(entry, ignore_errors=True)
+        time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps Orbax's threads from logging the traceback of what they raise, each its own."""
+    absl = logging.getLogger("absl")
+    level = absl.level
+    absl.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        absl.setLevel(level)
 
 
 def _context() -> ocp.Context:

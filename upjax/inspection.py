@@ -14,7 +14,7 @@ HF_CONFIG, DATASET = "config.json", "dataset.json"
 
 
 def kind_of(path: Path | str) -> str:
-    """Returns "hf", "model", "run" (also for one checkpoint of it) or "dataset"; raises InputError for anything else."""
+    """Returns "hf", "model", "run" (also for one checkpoint of it) or "dataset"; raises InputError for all else."""
     path = Path(path)
     if (path / MODEL_FILE).is_file():
         return "model"

@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+from conftest import write_documents
 
 from upjax.config import MeshConfig
 from upjax.errors import InputError, Problems
@@ -63,12 +64,13 @@ def test_several_processes_must_share_all_their_devices(make_config):
     assert "2 processes must share all 8" in problems.found[0]
 
 
-def test_too_little_data_is_found_before_training(make_config):
+def test_too_little_data_is_found_before_training(make_config, tmp_path):
+    path = write_documents(tmp_path, train=[[1, 2, 3]], held_out=[[1] * 9])
     config = make_config(
-        data={"sequence_length": 32, "batch_size": 500},
-        train={"steps": 12, "evaluate_every": 4, "evaluate_tokens": 2},
+        data={"path": path, "sequence_length": 16, "batch_size": 8},
+        train={"steps": 12, "evaluate_every": 4, "evaluate_tokens": 5},
     )
     with pytest.raises(InputError) as caught:
         check(config)
-    assert "fewer than a batch of 500" in caught.value.problems[0]
-    assert "max_tokens 2 is less than the first document's" in caught.value.problems[1]
+    assert "holds 4 tokens, fewer than one sequence of 16" in caught.value.problems[0]
+    assert "max_tokens 5 is less than the first document's 10 tokens" in caught.value.problems[1]

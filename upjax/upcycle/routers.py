@@ -8,5 +8,5 @@ INITIAL_STD = 0.02
 
 
 def random_router(source: None, target: jax.ShapeDtypeStruct, key: jax.Array) -> jax.Array:
-    """Returns router weights [D, E] drawn from N(0, 0.02): routing is nearly even, and copies part from the first step."""
+    """Returns router weights [D, E] from N(0, 0.02): routing is nearly even, and copies part from the first step."""
     return INITIAL_STD * jax.random.normal(key, target.shape, jnp.float32)
