@@ -5,9 +5,11 @@ table. A stage whose command is the same as last time is not run again.
 """
 
 import argparse
+import dataclasses
 import json
 import resource
 import shlex
+import shutil
 import statistics
 import subprocess
 import sys
@@ -55,29 +57,25 @@ def main() -> None:
         console.rule("SmolLM2-135M-Instruct out of its package")
         convert_gguf(packaged_gguf(), hf_dense)
 
-    stage("import", str(hf_dense), str(dense), "--parameters", "float32")
+    run = Stages().run
+    run("import", "import", str(hf_dense), str(dense), "--parameters", "float32", writes=dense)
     experts = ("--num-experts", str(options.num_experts), "--experts-per-token", str(options.experts_per_token))
-    stage("upcycle", str(dense), str(moe), *experts)
-    same = stage("verify", str(dense), str(moe))
-    stage("tokenize", sysconfig.get_paths()["stdlib"], "--output", str(data), "--tokenizer", str(dense),
-          "--suffix", ".py", *(word for glob in NOT_TEXT_TO_LEARN for word in ("--exclude", glob)),
-          "--end-of-text", "<|endoftext|>")  # fmt: skip
-    dense_score = stage("eval", str(dense), str(data), *EVALUATED)
-    moe_score = stage("eval", str(moe), str(data), *EVALUATED)
-    stage("train", "configs/quickstart_moe.yaml", *options.overrides, output=trained)
-    trained_score = stage("eval", str(trained), str(data), *EVALUATED)
-    stage("train", "configs/quickstart_dense.yaml", *options.overrides, output=continued)
-    continued_score = stage("eval", str(continued), str(data), *EVALUATED)
-    stage("export", str(trained), str(hf_moe))
-    reloaded = stage("verify", str(trained), str(hf_moe))
+    run("upcycle", "upcycle", str(dense), str(moe), *experts, writes=moe)
+    same = run("verify_step0", "verify", str(dense), str(moe))
+    excluded = (word for glob in NOT_TEXT_TO_LEARN for word in ("--exclude", glob))
+    where = (sysconfig.get_paths()["stdlib"], "--output", str(data), "--tokenizer", str(dense))
+    run("tokenize", "tokenize", *where, "--suffix", ".py", *excluded, "--end-of-text", "<|endoftext|>", writes=data)
+    scores = {}
+    scores["dense"] = run("eval_dense", "eval", str(dense), str(data), *EVALUATED)
+    scores["moe_step0"] = run("eval_moe_step0", "eval", str(moe), str(data), *EVALUATED)
+    run("train_moe", "train", "configs/quickstart_moe.yaml", *options.overrides, writes=trained)
+    scores["moe_trained"] = run("eval_moe_trained", "eval", str(trained), str(data), *EVALUATED)
+    run("train_dense", "train", "configs/quickstart_dense.yaml", *options.overrides, writes=continued)
+    scores["dense_continued"] = run("eval_dense_continued", "eval", str(continued), str(data), *EVALUATED)
+    run("export", "export", str(trained), str(hf_moe), writes=hf_moe)
+    reloaded = run("verify_export", "verify", str(trained), str(hf_moe))
 
     records = [json.loads(file.read_text()) for file in sorted((OUT / "stages").glob("*.json"))]
-    scores = {
-        "dense": dense_score,
-        "moe_step0": moe_score,
-        "moe_trained": trained_score,
-        "dense_continued": continued_score,
-    }
     summary = {
         "max_abs_logit_diff_step0": same["max_abs_logit_diff"],
         "export_reload_max_abs_logit_diff": reloaded["max_abs_logit_diff"],
@@ -102,47 +100,47 @@ def packaged_gguf() -> Path:
     return gguf
 
 
-def stage(verb: str, *arguments: str, output: Path | None = None) -> dict[str, Any]:
-    """Runs one command, shows it, and returns what it said; a command that was run before only returns that.
+@dataclasses.dataclass
+class Stages:
+    """The stages of one quickstart, in order. What was done before by the same command is not done again; once one is
+    done anew, so are all after it, which may rest on it."""
 
-    `output` names the run that a training writes: where it is not there any more, training is run again.
-    """
-    target = (
-        Path(arguments[arguments.index("--output") + 1] if "--output" in arguments else arguments[1])
-        if output is None
-        else output
-    )
-    name = (
-        verb
-        if verb not in ("eval", "verify", "train")
-        else f"{verb}_{(output or Path(arguments[0 if verb == 'eval' else 1])).name}"
-    )
-    record_file = OUT / "stages" / f"{name}.json"
-    command = ["upjax", verb, *arguments]
-    if record_file.exists():
-        record = json.loads(record_file.read_text())
-        if record["command"] == command and target.exists():
-            console.print(f"[dim]done before: {shlex.join(command)}[/]", highlight=False)
+    anew: bool = False
+
+    def run(self, name: str, *command: str, writes: Path | None = None) -> dict[str, Any]:
+        """Returns what a command said, now or before; for "before" to hold, what it `writes` must be there."""
+        record_file = OUT / "stages" / f"{name}.json"
+        record = json.loads(record_file.read_text()) if record_file.exists() else {}
+        if not self.anew and record.get("command") == list(command) and (writes is None or writes.exists()):
+            console.print(f"[dim]done before: upjax {shlex.join(command)}[/]", highlight=False)
             return record["result"]
-    console.rule(verb)
-    console.print(f"[bold]{shlex.join(command)}[/]", highlight=False)
-    replace = ["--overwrite"] if verb in ("import", "upcycle", "tokenize", "export") else []
-    began = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-m", *command, *replace, "--json"], stdout=subprocess.PIPE, text=True, check=False
-    )
-    if done.returncode:
-        sys.exit(done.returncode)
-    record = {
-        "command": command,
-        "result": json.loads(done.stdout),
-        "seconds": time.monotonic() - began,
-        # Of all stages so far, which is what the largest of them took.
-        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024,
-    }
-    record_file.parent.mkdir(exist_ok=True)
-    record_file.write_text(json.dumps(record, indent=2) + "\n")
-    return record["result"]
+        stale = self.anew or bool(record)  # else at most what a training that was cut off left, and it goes on
+        self.anew = True
+        console.rule(name)
+        console.print(f"[bold]upjax {shlex.join(command)}[/]", highlight=False)
+        record_file.unlink(missing_ok=True)
+        if writes is not None and stale:
+            shutil.rmtree(writes, ignore_errors=True)
+        replace = ["--overwrite"] if command[0] in ("import", "upcycle", "tokenize", "export") else []
+        began = time.monotonic()
+        done = subprocess.run(
+            [sys.executable, "-m", "upjax", *command, *replace, "--json"],
+            stdout=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            sys.exit(done.returncode)
+        record = {
+            "command": list(command),
+            "result": json.loads(done.stdout),
+            "seconds": time.monotonic() - began,
+            # Of all stages of this process so far, which is what the largest of them took.
+            "peak_rss_bytes": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024,
+        }
+        record_file.parent.mkdir(exist_ok=True)
+        record_file.write_text(json.dumps(record, indent=2) + "\n")
+        return record["result"]
 
 
 def metrics_of(run: Path) -> list[dict[str, Any]]:

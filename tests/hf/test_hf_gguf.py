@@ -12,8 +12,9 @@ import tokenizers
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from upjax.errors import InputError
-from upjax.hf import convert_gguf, import_hf
+from upjax.hf import convert_gguf, export_hf, import_hf
 from upjax.model import Dtypes
+from upjax.upcycle import upcycle
 
 TEXTS = [
     "Hello, world! It's 2024-01-05; we'll pay $1,234.56 (they've said so).",
@@ -167,3 +168,14 @@ def test_smollm2_computes_what_transformers_computes(smollm2):
     decoder = import_hf(smollm2, dtypes=Dtypes(parameters="float32"))
     expected = hf.torch_logits(smollm2, tokens_BT)
     np.testing.assert_allclose(np.asarray(decoder(tokens_BT).logits), expected, atol=1e-3, rtol=0)
+
+
+@pytest.mark.slow
+def test_smollm2_upcycled_and_exported_is_the_dense_model_to_transformers(smollm2, tmp_path):
+    decoder = import_hf(smollm2, dtypes=Dtypes(parameters="float32"))
+    moe = upcycle(decoder, num_experts=3, experts_per_token=2)
+    assert export_hf(moe, tmp_path / "moe", tokenizer_files=smollm2) == "mixtral"
+    tokens_BT = np.random.default_rng(0).integers(0, 49152, (1, 64))
+    dense, routed = hf.torch_logits(smollm2, tokens_BT), hf.torch_logits(tmp_path / "moe", tokens_BT)
+    assert np.abs(routed - dense).max() <= 1e-3
+    assert np.abs(routed - np.asarray(moe(tokens_BT.astype(np.int32)).logits)).max() <= 1e-3

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
 from upjax.files import write_text
 from upjax.train.flops import peak_flops
@@ -62,27 +62,25 @@ def _drop_after(path: Path, step: int) -> None:
 
 @contextlib.contextmanager
 def _terminal(step: int, num_steps: int, *, shown: bool) -> Iterator[Log]:
-    """Yields a function that shows metrics on stderr: as a bar on a terminal, as a line elsewhere."""
+    """Yields a function that shows metrics as a line on stderr, with a bar below where that is a terminal."""
     console = Console(stderr=True)
     if not (shown and console.is_terminal):
         yield lambda metrics: print(_line(metrics, num_steps), file=sys.stderr, flush=True) if shown else None
         return
-    columns = (
-        TextColumn("train"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[line]}"),
-    )
-    with Progress(*columns, console=console) as bar:
-        task = bar.add_task("train", total=num_steps, completed=step, line="")
-        yield lambda metrics: bar.update(task, completed=metrics["step"], line=_line(metrics, num_steps=None))
+    with Progress(BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=console) as bar:
+        task = bar.add_task("train", total=num_steps, completed=step)
+
+        def show(metrics: dict[str, Any]) -> None:
+            bar.console.print(_line(metrics, num_steps), highlight=False, soft_wrap=True)
+            bar.update(task, completed=metrics["step"])
+
+        yield show
 
 
 FORMATS = {
     "loss": "loss {:.4f}",
     "learning_rate": "lr {:.2e}",
-    "grad_norm": "grad norm {:.3f}",
+    "grad_norm": "gradient {:.3f}",
     "tokens_per_second": "{:,.0f} tokens/s",
     "mfu": "mfu {:.1%}",
     "gigaflops_per_second": "{:,.1f} GFLOP/s",
@@ -91,9 +89,9 @@ FORMATS = {
 }
 
 
-def _line(metrics: dict[str, Any], num_steps: int | None) -> str:
+def _line(metrics: dict[str, Any], num_steps: int) -> str:
     parts = [text.format(metrics[name]) for name, text in FORMATS.items() if name in metrics]
-    return "  ".join(parts if num_steps is None else [f"step {metrics['step']}/{num_steps}", *parts])
+    return "  ".join([f"step {metrics['step']}/{num_steps}", *parts])
 
 
 class Meter:
