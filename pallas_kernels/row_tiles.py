@@ -5,27 +5,31 @@ rows of later groups. Loops that go through the groups in order can let that hap
 overwrites what the tile left in its rows.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.varying import vary_together
 
+SMALLEST_TILE = 32
 LARGEST_TILE = 1024
 STEPS_PER_MEAN = 8
 
 
 def tile_sizes(num_rows: int, num_groups: int) -> list[int]:
-    """Returns the sizes of tiles for so many rows in so many groups: evenly spaced, smallest first.
+    """Returns the sizes of tiles for so many rows in so many groups: evenly spaced, smallest first, at most 16.
 
-    They are an eighth of the mean group apart and go up to twice the mean, so most groups take one tile and few rows
-    are multiplied for nothing.
+    They are about an eighth of the mean group apart and go up to twice the mean, so most groups take one tile and few
+    rows are multiplied for nothing. Each size is a program of its own to compile.
     """
     mean = num_rows / num_groups
-    step = 8
+    step = SMALLEST_TILE
     while step * STEPS_PER_MEAN < mean and step * 2 * STEPS_PER_MEAN < LARGEST_TILE:
         step *= 2
-    return [step * i for i in range(1, 2 * STEPS_PER_MEAN + 1)]
+    count = min(max(1, math.ceil(2 * mean / step)), 2 * STEPS_PER_MEAN)
+    return [step * i for i in range(1, count + 1)]
 
 
 def bounds(group_sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
