@@ -3,13 +3,26 @@
 import dataclasses
 import json
 import resource
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from upjax.checkpoint import load_model, read_model, read_model_config, save_model, tokenizer_directory
+from upjax.checkpoint import (
+    ModelRecord,
+    RunRecord,
+    checkpoint_directory,
+    list_steps,
+    load_model,
+    read_model,
+    read_model_config,
+    read_run,
+    save_model,
+    start_saving,
+    tokenizer_directory,
+)
 from upjax.errors import InputError
 from upjax.mesh import make_mesh
 from upjax.model import DecoderConfig, Dtypes, MoEConfig, abstract_params, build, flat_params
@@ -188,3 +201,21 @@ def test_layers_of_other_kinds_are_kept_apart(tmp_path):
     arrays = make_arrays(config)
     save_model(tmp_path / "model", build(config, Dtypes(), jax.tree.map(jnp.asarray, arrays)), provenance={})
     assert_holds(load_model(tmp_path / "model"), arrays)
+
+
+def test_a_checkpoint_holds_what_was_saved_whatever_becomes_of_the_arrays_meanwhile(tmp_path):
+    model = ModelRecord(config=CONFIG, parameters_dtype="float32", provenance={})
+    record = RunRecord(model=model, config={}, data_state={"next_index": 7})
+    add_one = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)
+    with jax.set_mesh(make_mesh(2, 2, 2)):
+        params, training = flat_params(make_decoder()), {"count": jnp.int32(3)}
+        save = partial(start_saving, tmp_path, training=training, record=record, keep=lambda steps: set(steps[-1:]))
+        finish_first = save(1, params=params)
+        for _ in range(5):  # each writes over the memory of the one before
+            params = add_one(params)
+        finish_first()
+        assert_holds(load_model(tmp_path), make_arrays())
+        save(2, params=params)()
+    assert list_steps(tmp_path) == [2]
+    assert_holds(load_model(tmp_path), {path: x + 1 + 1 + 1 + 1 + 1 for path, x in make_arrays().items()})
+    assert read_run(checkpoint_directory(tmp_path, 2)) == record

@@ -16,6 +16,7 @@ from rich.markup import escape
 
 import upjax
 from upjax.checkpoint import tokenizer_directory
+from upjax.compilation_cache import enable_compilation_cache
 from upjax.errors import InputError
 from upjax.evaluate.passage import passage_tokens
 from upjax.hf import convert_gguf
@@ -317,11 +318,12 @@ def main() -> None:
 
 
 def _prepare_process() -> None:
-    """Sets what must be set before JAX looks for devices, where there is no TPU.
+    """Keeps compiled programs for the next command, and sets what must be set where there is no TPU.
 
     libtpu, which the tests compile with, would look for one for seconds and warn. And a step on CPUs fills gigabytes of
     fresh memory, which the C library is asked to back with huge pages; that only a new process can be told.
     """
+    enable_compilation_cache()
     if [*Path("/dev").glob("accel*"), *Path("/dev/vfio").glob("[0-9]*")]:
         return
     if "JAX_PLATFORMS" not in os.environ and importlib.util.find_spec("libtpu"):

@@ -151,7 +151,8 @@ def _settle(meter: Meter, step: int, metrics: dict[str, jax.Array]) -> dict[str,
     return {"step": step} | values
 
 
-def _save(config: Config, begun: Start, state: TrainState, data_state: dict[str, Any], step: int):
+def _save(config: Config, begun: Start, state: TrainState, data_state: dict[str, Any], step: int) -> Callable[[], None]:
+    """Saves a step, or starts to; returns what finishes it."""
     stable = branch_points(config.schedule, config.train.steps)
 
     def keep(steps: list[int]) -> set[int]:
@@ -160,7 +161,12 @@ def _save(config: Config, begun: Start, state: TrainState, data_state: dict[str,
 
     record = RunRecord(model=begun.model, config=config_to_dict(config), data_state=data_state)
     training = training_part(state)
-    return start_saving(config.output, step, params=state.params, training=training, record=record, keep=keep)
+    finish = start_saving(config.output, step, params=state.params, training=training, record=record, keep=keep)
+    if jax.default_backend() == "cpu":
+        # Written meanwhile, the state would be in memory twice, and the writing would take the cores from the steps.
+        finish()
+        return lambda: None
+    return finish
 
 
 def _saves(config: Config, step: int) -> bool:
