@@ -40,9 +40,10 @@ def test_no_position_hears_of_later_ones(config):
     decoder = Decoder(config, key=jax.random.key(0))
     changed = TOKENS.copy()
     changed[:, 13:] = (changed[:, 13:] + 1) % 61
-    before, after = decoder(TOKENS).logits, decoder(changed).logits
-    np.testing.assert_array_equal(before[:, :13], after[:, :13])
-    assert (np.abs(before[:, 13:] - after[:, 13:]).max(axis=-1) > 1e-6).all()
+    moved = np.abs(decoder(TOKENS).logits - decoder(changed).logits).max(axis=-1)
+    # With experts not to the bit: how many rows share a product, and so how it is rounded, hangs on all tokens.
+    assert moved[:, :13].max() <= (0.0 if config.moe is None else 5e-7)
+    assert moved[:, 13:].min() > 1e-3
 
 
 def test_documents_packed_in_a_row_are_read_as_if_alone():
