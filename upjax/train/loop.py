@@ -127,10 +127,11 @@ def _run(config: Config, decoder: DecoderConfig, begun: Start, train_step: Train
                     values, waiting = _settle(meter, *waiting), None
                     with meter.paused():
                         values |= _evaluate(config, decoder, state) if evaluates else {}
-                        if saves:
-                            finish_saving()
-                            finish_saving = _save(config, begun, state, batches.get_state(), step)
-                    report(values)
+                    report(values)  # before it is saved: a run goes on after what it saved, and would miss the line
+                if saves:
+                    with meter.paused():
+                        finish_saving()
+                        finish_saving = _save(config, begun, state, batches.get_state(), step)
                 if stopping:
                     break
         except FloatingPointError as error:
