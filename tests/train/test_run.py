@@ -197,12 +197,12 @@ def test_a_branch_may_go_on_with_other_data_from_its_beginning(make_config, undi
 
 
 def test_old_checkpoints_go_and_branch_points_stay(make_config, tmp_path):
-    frequent = {"steps": 12, "checkpoint_every": 1, "keep_checkpoints": 2, "log_every": 12}
+    every_third = {"steps": 12, "checkpoint_every": 3, "log_every": 12}  # and 8, where the decay begins
     kept, pruned = tmp_path / "kept", tmp_path / "pruned"
-    train(make_config(output=kept, train=frequent), progress=False)
-    assert list_steps(kept) == [*range(2, 9), 11, 12]
-    train(make_config(output=pruned, train=frequent | {"keep_branch_points": False}), progress=False)
-    assert list_steps(pruned) == [11, 12]
+    train(make_config(output=kept, train=every_third | {"keep_checkpoints": 1}), progress=False)
+    assert list_steps(kept) == [3, 6, 8, 12]
+    train(make_config(output=pruned, train=every_third | {"keep_branch_points": False}), progress=False)
+    assert list_steps(pruned) == [9, 12]
 
 
 def test_a_loss_that_is_no_number_stops_the_run(make_config):

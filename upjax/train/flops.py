@@ -16,9 +16,11 @@ PEAK_FLOPS = {
     "TPU v6e": 918e12,
     "TPU7x": 2307e12 / 2,
 }
-"""Dense bfloat16 FLOP/s of a device by its `device_kind`, from cloud.google.com/tpu/docs (v4, v5e, v5p, v6e, tpu7x).
+"""Dense bfloat16 FLOP/s of a device by its `device_kind`.
 
-A chip is one device except on TPU7x, where it is two.
+Compared with the table in JAX's `jax._src.pallas.mosaic.tpu_info`, which rounds v6e to 920 and TPU7x to 2310 TFLOP/s a
+chip. A chip is one device except on TPU7x, where it is two; a v4 is two where its cores are not joined to a megacore,
+and MFU then comes out at half of what it is.
 """
 
 
