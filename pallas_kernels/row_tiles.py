@@ -21,15 +21,20 @@ STEPS_PER_MEAN = 8
 def tile_sizes(num_rows: int, num_groups: int) -> list[int]:
     """Returns the sizes of tiles for so many rows in so many groups: evenly spaced, smallest first, at most 16.
 
-    They are about an eighth of the mean group apart and go up to twice the mean, so most groups take one tile and few
-    rows are multiplied for nothing. Each size is a program of its own to compile.
+    They are about an eighth of the mean group apart and go up to twice the mean or all rows, so most groups take one
+    tile and few rows are multiplied for nothing. Each size is a program of its own to compile.
     """
     mean = num_rows / num_groups
     step = SMALLEST_TILE
     while step * STEPS_PER_MEAN < mean and step * 2 * STEPS_PER_MEAN < LARGEST_TILE:
         step *= 2
-    count = min(max(1, math.ceil(2 * mean / step)), 2 * STEPS_PER_MEAN)
+    count = min(max(1, math.ceil(2 * mean / step)), math.ceil(num_rows / step), 2 * STEPS_PER_MEAN)
     return [step * i for i in range(1, count + 1)]
+
+
+def overshoot(sizes: list[int]) -> int:
+    """Returns how many rows past its group's end a tile may reach."""
+    return sizes[0]
 
 
 def bounds(group_sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -42,8 +47,9 @@ def for_each_tile(start, end, sizes: list[int], first, more, carry):
     """Returns the carry after tiles that cover the rows start..end: `first` once, then `more` for each further tile.
 
     Both are called as `body(size, start of the tile, carry)`. The first tile is of the smallest size that holds the
-    rows, or the rows that are left over by tiles of the largest size, which are the further ones. Without rows there is
-    no tile. A loop that runs once or never stands for each size: a conditional would copy what the tile writes to.
+    rows, or the rows that are left over by tiles of the largest size, which are the further ones. So a tile reaches
+    past the end by less than `overshoot(sizes)`. Without rows there is no tile. A loop that runs once or never stands
+    for each size: a conditional would copy what the tile writes to.
     """
     largest = sizes[-1]
     num_more = jnp.maximum(end - start - 1, 0) // largest
@@ -96,9 +102,16 @@ def add_to_matrix(stack: jax.Array, matrix: jax.Array, index, dtype) -> jax.Arra
     return write_matrix(stack, from_bits(stack[index]).astype(jnp.float32) + matrix, index, dtype)
 
 
-def padded_bits(rows: jax.Array, more: int) -> jax.Array:
-    """Returns `rows` as bits with `more` zero rows below, so that a tile may reach past the last row."""
-    return jnp.pad(to_bits(rows), ((0, more), (0, 0)))
+def zero_if(condition: jax.Array, stack: jax.Array, index) -> jax.Array:
+    """Returns `stack`, where the condition holds with zeros at `index` of its first dim."""
+    # `i` is 0; made of it, the zeros are not computed before the loop, whether it runs or not.
+    write = lambda i, stack: lax.dynamic_update_index_in_dim(stack, jnp.full(stack.shape[1:], i, stack.dtype), index, 0)
+    return lax.fori_loop(0, condition.astype(jnp.int32), write, stack)
+
+
+def padded_bits(rows: jax.Array, sizes: list[int]) -> jax.Array:
+    """Returns `rows` as bits with zero rows below, so that a tile may reach past the last row."""
+    return jnp.pad(to_bits(rows), ((0, overshoot(sizes)), (0, 0)))
 
 
 def zero_past(end: jax.Array, rows: jax.Array) -> jax.Array:

@@ -5,6 +5,8 @@ that are not experts). A batch is split over all three. Axes are explicit: an ar
 Without a mesh (plain single-device use) every function here leaves arrays as they are.
 """
 
+from collections.abc import Callable
+
 import jax
 from jax.sharding import PartitionSpec as P
 
@@ -57,3 +59,21 @@ def replicated(x: jax.Array) -> jax.Array:
 def batch_sharded(x: jax.Array) -> jax.Array:
     """Returns `x` with its first dim split over the whole mesh."""
     return reshard(x, P(BATCH, *[None] * (x.ndim - 1)))
+
+
+def per_device(function: Callable[..., jax.Array], *, check_vma: bool = True) -> Callable[..., jax.Array]:
+    """Returns what runs `function` on each device's own part of the operands; its result is split over all devices.
+
+    A mesh of one device runs it as it is: `jax.shard_map` would sum gradients over that device alone, a copy of each.
+    `check_vma` is that of `jax.shard_map`; False is for kernels that do not say how their outputs vary, and then no
+    operand may be the same on several devices: its gradient would not be summed.
+    """
+
+    def run(*operands):
+        if not has_mesh():
+            return function(*operands)
+        if jax.sharding.get_abstract_mesh().size == 1:
+            return batch_sharded(function(*jax.tree.map(replicated, operands)))
+        return jax.shard_map(function, out_specs=P(BATCH), check_vma=check_vma)(*operands)
+
+    return run

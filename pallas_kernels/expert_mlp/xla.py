@@ -19,11 +19,14 @@ from pallas_kernels.row_tiles import (
     for_each_tile,
     from_bits,
     matmul,
+    overshoot,
     padded_bits,
     read_rows,
     tile_sizes,
+    to_bits,
     write_matrix,
     write_rows,
+    zero_if,
     zero_past,
 )
 from pallas_kernels.transposed_matmul import transposed_matmul
@@ -34,7 +37,7 @@ def forward(rows_MD, gate_EDF, up_EDF, down_EFD, group_sizes):
     (M, D), (E, _, F), dtype = rows_MD.shape, gate_EDF.shape, rows_MD.dtype
     sizes = tile_sizes(M, E)
     starts, ends = bounds(group_sizes)
-    by_row = padded_bits(rows_MD, sizes[-1])
+    by_row = padded_bits(rows_MD, sizes)
 
     def expert(e, carry):
         gate_DF, up_DF, down_FD = (w[e].astype(rows_MD.dtype) for w in (gate_EDF, up_EDF, down_EFD))
@@ -47,23 +50,24 @@ def forward(rows_MD, gate_EDF, up_EDF, down_EFD, group_sizes):
 
         return for_each_tile(starts[e], ends[e], sizes, tile, tile, carry)
 
-    carry = tuple(empty_bits((M + sizes[-1], width), dtype, rows_MD) for width in (D, F, F))
+    carry = tuple(empty_bits((M + overshoot(sizes), width), dtype, rows_MD) for width in (D, F, F))
     out_MD, gate_MF, up_MF = lax.fori_loop(0, E, expert, carry)
     return zero_past(ends[-1], from_bits(out_MD[:M])), (gate_MF[:M], up_MF[:M])
 
 
 def backward(rows_MD, gate_EDF, up_EDF, down_EFD, group_sizes, products, d_out_MD):
     """Returns the gradients of the rows and the three weights."""
-    (M, D), (E, _, F), dtype = rows_MD.shape, gate_EDF.shape, gate_EDF.dtype
+    (M, D), E, dtype = rows_MD.shape, gate_EDF.shape[0], gate_EDF.dtype
     sizes = tile_sizes(M, E)
     starts, ends = bounds(group_sizes)
-    by_row = [padded_bits(x, sizes[-1]) for x in (rows_MD, *products, d_out_MD)]
+    by_row = [padded_bits(x, sizes) for x in (rows_MD, *products, d_out_MD)]
 
     def expert(e, carry):
-        gate_DF, up_DF, down_FD = (w[e].astype(rows_MD.dtype) for w in (gate_EDF, up_EDF, down_EFD))
+        d_rows_MD, *stacks = carry
+        gate_DF, up_DF, down_FD = (from_bits(stack[e]).astype(rows_MD.dtype) for stack in stacks)
 
         def tile(put, size, start, carry):
-            d_rows_MD, *d_weights = carry
+            d_rows_MD, *stacks = carry
             live = (start + jnp.arange(size) < ends[e])[:, None]  # a tile's other rows count as zeros
             rows, gate, up, d_out = (jnp.where(live, read_rows(x, start, size), 0) for x in by_row)
             d_gate, d_up = gated_gradients(gate, up, matmul(d_out, down_FD, contract_rhs=1))
@@ -73,13 +77,15 @@ def backward(rows_MD, gate_EDF, up_EDF, down_EFD, group_sizes, products, d_out_M
                 transposed_matmul(rows, d_up),
                 transposed_matmul(gated(gate, up), d_out),
             )
-            summed = [put(stack, part, e, dtype) for stack, part in zip(d_weights, parts, strict=True)]
-            return (write_rows(d_rows_MD, d_rows, start), *summed)
+            stacks = [put(stack, part, e, dtype) for stack, part in zip(stacks, parts, strict=True)]
+            return (write_rows(d_rows_MD, d_rows, start), *stacks)
 
         first, more = partial(tile, write_matrix), partial(tile, add_to_matrix)
-        return for_each_tile(starts[e], ends[e], sizes, first, more, carry)
+        d_rows_MD, *stacks = for_each_tile(starts[e], ends[e], sizes, first, more, carry)
+        return (d_rows_MD, *(zero_if(starts[e] == ends[e], stack, e) for stack in stacks))
 
-    d_weights = [empty_bits(shape, dtype, rows_MD) for shape in ((E, D, F), (E, D, F), (E, F, D))]
-    d_rows_MD = empty_bits((M + sizes[-1], D), rows_MD.dtype, rows_MD)
-    d_rows_MD, *d_weights = lax.fori_loop(0, E, expert, (d_rows_MD, *d_weights))
+    # An expert's gradients take the place of its weights, once read: in a layer scan no other memory is touched.
+    stacks = [to_bits(w) for w in (gate_EDF, up_EDF, down_EFD)]
+    d_rows_MD = empty_bits((M + overshoot(sizes), D), rows_MD.dtype, rows_MD)
+    d_rows_MD, *d_weights = lax.fori_loop(0, E, expert, (d_rows_MD, *stacks))
     return zero_past(ends[-1], from_bits(d_rows_MD[:M])), *(from_bits(d) for d in d_weights)

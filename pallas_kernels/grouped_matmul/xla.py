@@ -14,6 +14,7 @@ from pallas_kernels.row_tiles import (
     for_each_tile,
     from_bits,
     matmul,
+    overshoot,
     padded_bits,
     read_rows,
     tile_sizes,
@@ -53,7 +54,7 @@ def _rows_times_matrices(rows, matrices, group_sizes, *, contract_rhs: int):
     num_rows, num_groups = rows.shape[0], matrices.shape[0]
     sizes = tile_sizes(num_rows, num_groups)
     starts, ends = bounds(group_sizes)
-    padded = padded_bits(rows, sizes[-1])
+    padded = padded_bits(rows, sizes)
 
     def group(g, out):
         matrix = matrices[g]
@@ -63,7 +64,7 @@ def _rows_times_matrices(rows, matrices, group_sizes, *, contract_rhs: int):
 
         return for_each_tile(starts[g], ends[g], sizes, tile, tile, out)
 
-    out = empty_bits((num_rows + sizes[-1], matrices.shape[2 - contract_rhs]), rows.dtype, rows)
+    out = empty_bits((num_rows + overshoot(sizes), matrices.shape[2 - contract_rhs]), rows.dtype, rows)
     return zero_past(ends[-1], from_bits(lax.fori_loop(0, num_groups, group, out)[:num_rows]))
 
 
@@ -72,7 +73,7 @@ def _transposed_products(lhs, rhs, group_sizes):
     num_rows, num_groups = lhs.shape[0], group_sizes.shape[0]
     sizes = tile_sizes(num_rows, num_groups)
     starts, ends = bounds(group_sizes)
-    sides = [padded_bits(x, sizes[-1]) for x in (lhs, rhs)]
+    sides = [padded_bits(x, sizes) for x in (lhs, rhs)]
 
     def group(g, out):
         def product(size, start):

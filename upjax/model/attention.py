@@ -9,7 +9,8 @@ import jax
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from upjax.mesh import BATCH, SHARDED, has_mesh
+from upjax.mesh import SHARDED, per_device
+from upjax.model.blockwise_attention import blockwise_attention
 from upjax.model.config import DecoderConfig
 from upjax.model.linear import add_bias, linear
 from upjax.model.norms import rms_norm
@@ -59,18 +60,19 @@ class Attention(nnx.Module):
 def attend(q_BTNH, k_BSGH, v_BSGH, segment_ids_BT, window: int | None) -> jax.Array:
     """Returns softmax(q k^T / sqrt(H)) v over the earlier positions of the same document and window, [B, T, N, H].
 
-    A window of w sees w positions, the token's own among them. On TPU this is the splash kernel, which never makes
-    the T x S matrix, where T is a multiple of its 128 lanes; elsewhere `jax.nn.dot_product_attention`.
+    A window of w sees w positions, the token's own among them. On TPU this is the splash kernel where T is a multiple
+    of its 128 lanes, on CPU the blockwise form; neither ever holds the T x S matrix. Elsewhere it is
+    `jax.nn.dot_product_attention`.
     """
     with jax.named_scope("attend"):
-        # Like the kernel's, this backward pass makes the T x S matrix again instead of keeping one of each layer.
+        operands = (q_BTNH, k_BSGH, v_BSGH, segment_ids_BT)
+        # Like those of the other two, this backward pass makes the T x S matrix again instead of keeping one a layer.
         plain = jax.checkpoint(partial(_dot_product_attention, window=window))
+        on_cpu = per_device(lambda *operands: blockwise_attention(*operands, window), check_vma=False)
         if not fits_splash(q_BTNH.shape[1]):
-            return plain(q_BTNH, k_BSGH, v_BSGH, segment_ids_BT)
-        fast = partial(splash_attention, window=window)
-        if has_mesh():
-            fast = jax.shard_map(fast, out_specs=P(BATCH, None, None, None), check_vma=False)
-        return jax.lax.platform_dependent(q_BTNH, k_BSGH, v_BSGH, segment_ids_BT, tpu=fast, default=plain)
+            return jax.lax.platform_dependent(*operands, cpu=on_cpu, default=plain)
+        on_tpu = per_device(partial(splash_attention, window=window), check_vma=False)
+        return jax.lax.platform_dependent(*operands, cpu=on_cpu, tpu=on_tpu, default=plain)
 
 
 def _dot_product_attention(q, k, v, segment_ids, *, window):

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.expert_mlp import expert_mlp
-from upjax.mesh import BATCH, axis_size, has_mesh, reshard
+from upjax.mesh import axis_size, per_device, reshard
 from upjax.model.config import DecoderConfig
 from upjax.model.dispatch import combine, dispatch, expert_order
 from upjax.model.parameters import Dtypes, normal
@@ -36,12 +36,19 @@ class MoE(nnx.Module):
     def __call__(self, x_BTD: jax.Array, is_token_BT: jax.Array) -> tuple[jax.Array, RouterStats]:
         """Returns the layer's output [B, T, D] and what the router did; padding tokens give zeros."""
         routing, stats = route(x_BTD, self.router[...], self.config, is_token_BT)
-        weights = [_gathered(w[...], x_BTD.dtype) for w in (self.gate, self.up, self.down)]
-        experts = partial(_apply_experts, num_shards=axis_size("expert"))
-        if has_mesh():
-            experts = jax.shard_map(experts, out_specs=P(BATCH, None, None))
         with jax.named_scope("experts"):
-            return experts(x_BTD, routing, *weights), stats
+            return _experts(x_BTD, routing, *(w[...] for w in (self.gate, self.up, self.down))), stats
+
+
+def _is_kept(primitive, *_, **__) -> bool:
+    """Says what is kept for the backward pass: all but gathered weights, which a scan would stack for all layers."""
+    return primitive.name not in ("reshard", "convert_element_type")
+
+
+@partial(jax.checkpoint, policy=_is_kept, prevent_cse=False)
+def _experts(x_BTD, routing: Routing, *weights) -> jax.Array:
+    experts = per_device(partial(_apply_experts, num_shards=axis_size("expert")))
+    return experts(x_BTD, routing, *(_gathered(w, x_BTD.dtype) for w in weights))
 
 
 def _gathered(weight, dtype):
