@@ -15,10 +15,9 @@ def transposed_matmul(a: jax.Array, b: jax.Array, *, out_sharding=None) -> jax.A
     rows = tuple(range(a.ndim - 1))
 
     def as_it_lies(a, b):
-        a, b = (x.reshape(-1, x.shape[-1]) for x in (a, b))
-        rows = (0,)
+        a, b = (x.reshape(-1, x.shape[-1]) for x in (a, b))  # contracted over several dims, XLA would transpose `a`
         return lax.dot_general(
-            a, b, ((rows, rows), ((), ())), preferred_element_type=jnp.float32, out_sharding=out_sharding
+            a, b, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32, out_sharding=out_sharding
         )
 
     def transposed_first(a, b):

@@ -68,11 +68,11 @@ def attend(q_BTNH, k_BSGH, v_BSGH, segment_ids_BT, window: int | None) -> jax.Ar
         operands = (q_BTNH, k_BSGH, v_BSGH, segment_ids_BT)
         # Like those of the other two, this backward pass makes the T x S matrix again instead of keeping one a layer.
         plain = jax.checkpoint(partial(_dot_product_attention, window=window))
-        on_cpu = per_device(lambda *operands: blockwise_attention(*operands, window), check_vma=False)
-        if not fits_splash(q_BTNH.shape[1]):
-            return jax.lax.platform_dependent(*operands, cpu=on_cpu, default=plain)
-        on_tpu = per_device(partial(splash_attention, window=window), check_vma=False)
-        return jax.lax.platform_dependent(*operands, cpu=on_cpu, tpu=on_tpu, default=plain)
+        fast = {"cpu": lambda *operands: blockwise_attention(*operands, window)}
+        if fits_splash(q_BTNH.shape[1]):
+            fast["tpu"] = partial(splash_attention, window=window)
+        branches = {platform: per_device(run, check_vma=False) for platform, run in fast.items()}
+        return jax.lax.platform_dependent(*operands, default=plain, **branches)
 
 
 def _dot_product_attention(q, k, v, segment_ids, *, window):
