@@ -9,10 +9,10 @@ from typing import Literal, get_args
 import jax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.expert_mlp import composed, reference, xla
+from pallas_kernels.expert_mlp import composed, pallas_tpu, reference, xla
 from pallas_kernels.varying import vary_together
 
-Implementation = Literal["reference", "xla", "composed"]
+Implementation = Literal["reference", "xla", "pallas_tpu", "composed"]
 
 
 def expert_mlp(
@@ -31,8 +31,8 @@ def expert_mlp(
         gate, up, down: The weights of each expert. They are used in the dtype of the rows, with products accumulated
             in float32; their gradients come in their own dtype.
         group_sizes: How many rows each expert has, none or more; their sum is at most M.
-        implementation: Who computes it. None takes `composed` (three grouped matmuls by the Pallas kernels) where the
-            program is compiled for a TPU and the fused `xla` elsewhere. One asked for by name runs or fails.
+        implementation: Who computes it. None takes the kernels where the program is compiled for a TPU and the fused
+            `xla` elsewhere; `composed` is three grouped matmuls. One asked for by name runs or fails.
 
     Returns:
         [M, D], with zeros in the rows past the sum of the groups; rows there get zero gradient and give none, whatever
@@ -68,19 +68,19 @@ def _with_rules(rows, gate, up, down, group_sizes, implementation):
 
 def _forward(rows, gate, up, down, group_sizes, implementation):
     operands = (rows, gate, up, down, group_sizes)
-    out, products = _run(implementation, xla.forward, composed.forward, *operands)
+    out, products = _run(implementation, "forward", *operands)
     return out, (*operands, products)
 
 
 def _backward(implementation, residuals, d_out):
-    return *_run(implementation, xla.backward, composed.backward, *residuals, d_out), None
+    return *_run(implementation, "backward", *residuals, d_out), None
 
 
-def _run(implementation, fused, composition, *args):
+def _run(implementation, direction: str, *args):
+    of = lambda module: getattr(module, direction)
     if implementation is None:
-        by_kernels = partial(composition, implementation="pallas_tpu")
-        return jax.lax.platform_dependent(*args, tpu=by_kernels, default=fused)
-    return (fused if implementation == "xla" else composition)(*args)
+        return jax.lax.platform_dependent(*args, tpu=of(pallas_tpu), default=of(xla))
+    return of({"xla": xla, "pallas_tpu": pallas_tpu, "composed": composed}[implementation])(*args)
 
 
 _with_rules.defvjp(_forward, _backward)

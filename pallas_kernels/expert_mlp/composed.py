@@ -1,4 +1,4 @@
-"""The experts as three grouped matmuls with the activation between them: what TPUs run.
+"""The experts as three grouped matmuls with the activation between them: what the fused ways are measured against.
 
 Dims: M rows, D embed, F hidden, E experts.
 """

@@ -26,34 +26,35 @@ from pallas_kernels.transposed_matmul import transposed_matmul
 from pallas_kernels.varying import vary_together
 
 
-def grouped_matmul(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
+def grouped_matmul(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, group_offset=0) -> jax.Array:
     """Multiplies each run of rows of `lhs` [M, K] by its own of `rhs` [G, K, N]; [M, N] in the dtype of `lhs`."""
-    return _grouped_matmul(*vary_together(lhs, rhs, group_sizes))
+    starts, ends = bounds(group_sizes)
+    ours = [lax.dynamic_slice_in_dim(x, group_offset, rhs.shape[0]) for x in (starts, ends)]
+    return _grouped_matmul(*vary_together(lhs, rhs, *ours))
 
 
 @jax.custom_vjp
-def _grouped_matmul(lhs, rhs, group_sizes):
-    return _rows_times_matrices(lhs, rhs, group_sizes, contract_rhs=0)
+def _grouped_matmul(lhs, rhs, starts, ends):
+    return _rows_times_matrices(lhs, rhs, starts, ends, contract_rhs=0)
 
 
-def _forward(lhs, rhs, group_sizes):
-    return _grouped_matmul(lhs, rhs, group_sizes), (lhs, rhs, group_sizes)
+def _forward(*operands):
+    return _grouped_matmul(*operands), operands
 
 
-def _backward(residuals, cotangent):
-    lhs, rhs, group_sizes = residuals
-    d_lhs = _rows_times_matrices(cotangent, rhs, group_sizes, contract_rhs=1)
-    return d_lhs, _transposed_products(lhs, cotangent, group_sizes), None
+def _backward(operands, cotangent):
+    lhs, rhs, starts, ends = operands
+    d_lhs = _rows_times_matrices(cotangent, rhs, starts, ends, contract_rhs=1)
+    return d_lhs, _transposed_products(lhs, cotangent, starts, ends), None, None
 
 
 _grouped_matmul.defvjp(_forward, _backward)
 
 
-def _rows_times_matrices(rows, matrices, group_sizes, *, contract_rhs: int):
+def _rows_times_matrices(rows, matrices, starts, ends, *, contract_rhs: int):
     """Multiplies the rows of each group by its matrix, or by the transpose of it when `contract_rhs` is 1."""
     num_rows, num_groups = rows.shape[0], matrices.shape[0]
     sizes = tile_sizes(num_rows, num_groups)
-    starts, ends = bounds(group_sizes)
     padded = padded_bits(rows, sizes)
 
     def group(g, out):
@@ -65,14 +66,14 @@ def _rows_times_matrices(rows, matrices, group_sizes, *, contract_rhs: int):
         return for_each_tile(starts[g], ends[g], sizes, tile, tile, out)
 
     out = empty_bits((num_rows + overshoot(sizes), matrices.shape[2 - contract_rhs]), rows.dtype, rows)
+    # Rows before the first group are the zeros that the buffer was filled with.
     return zero_past(ends[-1], from_bits(lax.fori_loop(0, num_groups, group, out)[:num_rows]))
 
 
-def _transposed_products(lhs, rhs, group_sizes):
+def _transposed_products(lhs, rhs, starts, ends):
     """Returns lhs^T @ rhs of each group's rows, [G, K, N] in the dtype of `lhs`; zeros for an empty group."""
-    num_rows, num_groups = lhs.shape[0], group_sizes.shape[0]
+    num_rows, num_groups = lhs.shape[0], starts.shape[0]
     sizes = tile_sizes(num_rows, num_groups)
-    starts, ends = bounds(group_sizes)
     sides = [padded_bits(x, sizes) for x in (lhs, rhs)]
 
     def group(g, out):

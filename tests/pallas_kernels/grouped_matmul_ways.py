@@ -7,17 +7,23 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.grouped_matmul import IMPLEMENTATIONS, pallas_tpu
-from pallas_kernels.grouped_matmul.tiling import Tiling, Tilings
+from pallas_kernels.grouped_matmul.pallas_tpu import Tilings
+from pallas_kernels.grouped_matmul.tiling import Tiling
 
 
 def small_tiles(lhs, rhs) -> Tilings:
-    """Returns tiles of 128 at most, so that small shapes have several of them, and tails, along every dim."""
-    tile = Tiling(m=min(128, lhs.shape[0]), k=min(128, lhs.shape[1]), n=min(128, rhs.shape[2]))
+    """Returns tiles of 128 at most, so that small shapes have several of them, and tails, along every dim.
+
+    Where there are rows for it, they are multiplied 64 at a time, and 32 where a step is not all of one group.
+    """
+    step, edge = (64, 32) if lhs.shape[0] > 128 else (lhs.shape[0], lhs.shape[0])
+    tile = Tiling(m=min(128, lhs.shape[0]), k=min(128, lhs.shape[1]), n=min(128, rhs.shape[2]), step=step, edge=edge)
     return Tilings(forward=tile, lhs_grad=tile, rhs_grad=tile)
 
 
-def in_small_tiles(lhs, rhs, group_sizes, interpret=True):
-    return pallas_tpu.grouped_matmul(lhs, rhs, group_sizes, tilings=small_tiles(lhs, rhs), interpret=interpret)
+def in_small_tiles(lhs, rhs, group_sizes, group_offset=0, interpret=True):
+    tilings = small_tiles(lhs, rhs)
+    return pallas_tpu.grouped_matmul(lhs, rhs, group_sizes, group_offset, tilings=tilings, interpret=interpret)
 
 
 # All but the reference; the kernels run in interpret mode, in tiles that they choose and in small ones.

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.expert_mlp import IMPLEMENTATIONS, expert_mlp
+from pallas_kernels.expert_mlp import IMPLEMENTATIONS, expert_mlp, pallas_tpu
 from pallas_kernels.grouped_matmul.cases import PATTERNS
+from pallas_kernels.grouped_matmul.tiling import Tiling
 
 M, D, F, E = 150, 24, 40, 6
 NAMES = ("out", "d_rows", "d_gate", "d_up", "d_down")
@@ -24,12 +25,37 @@ def operands(dtype=jnp.float32, weight_dtype=jnp.float32):
     return rows, *weights, d_out
 
 
+# Along rows and every width two tiles and a tail; steps of 16 rows, and of 8 where they are not all of one group.
+SMALL = pallas_tpu.Tilings(
+    **{
+        name: Tiling(m=64, k=k, n=n, step=16, edge=8)
+        for name, k, n in (
+            ("gate_up", D, 16),
+            ("down", 16, 16),
+            ("d_gate_up", 16, 16),
+            ("d_rows", F, 16),
+            ("d_gate", 16, 16),
+            ("d_down", 16, 16),
+        )
+    }
+)
+KERNELS = {"kernels": None, "kernels in small tiles": SMALL}
+OTHERS = tuple(name for name in IMPLEMENTATIONS if name != "pallas_tpu")  # which needs a TPU, or the interpreter
+
+
 @partial(jax.jit, static_argnums=6)
-def run(rows, gate, up, down, d_out, group_sizes, implementation):
-    out, vjp = jax.vjp(
-        lambda *args: expert_mlp(*args, group_sizes, implementation=implementation), rows, gate, up, down
-    )
+def run(rows, gate, up, down, d_out, group_sizes, way):
+    if way in KERNELS:
+        return by_kernels(rows, gate, up, down, d_out, group_sizes, KERNELS[way], interpret=True)
+    out, vjp = jax.vjp(lambda *args: expert_mlp(*args, group_sizes, implementation=way), rows, gate, up, down)
     return out, *vjp(d_out)
+
+
+def by_kernels(rows, gate, up, down, d_out, group_sizes, tilings, interpret):
+    """Returns value and gradients by the kernels' own functions: the interpreter is nothing to ask for by name."""
+    operands, options = (rows, gate, up, down, group_sizes), {"tilings": tilings, "interpret": interpret}
+    out, products = pallas_tpu.forward(*operands, **options)
+    return out, *pallas_tpu.backward(*operands, products, d_out, **options)
 
 
 def by_loop(rows, gate, up, down, d_out, group_sizes):
@@ -59,7 +85,7 @@ def assert_same(actual, expected, tolerance):
 
 
 @pytest.mark.parametrize("pattern", sorted(PATTERNS))
-@pytest.mark.parametrize("implementation", (None, *IMPLEMENTATIONS))
+@pytest.mark.parametrize("implementation", (None, *OTHERS, *KERNELS))
 def test_value_and_gradients_are_those_of_a_loop_over_experts(implementation, pattern):
     sizes = PATTERNS[pattern](M, E)
     args = operands()
@@ -67,15 +93,16 @@ def test_value_and_gradients_are_those_of_a_loop_over_experts(implementation, pa
     assert_same(actual, by_loop(*args, sizes), 1e-5)
 
 
+@pytest.mark.parametrize("way", ("xla", "kernels in small tiles"))
 @settings(max_examples=25, deadline=None)
-@given(st.lists(st.integers(0, 60), min_size=E, max_size=E), st.sampled_from([np.nan, np.inf]))
-def test_any_group_sizes_with_poison_past_their_sum(sizes, poison):
+@given(sizes=st.lists(st.integers(0, 60), min_size=E, max_size=E), poison=st.sampled_from([np.nan, np.inf]))
+def test_any_group_sizes_with_poison_past_their_sum(way, sizes, poison):
     while sum(sizes) > M:
         sizes = [size // 2 for size in sizes]
     rows, gate, up, down, d_out = operands()
     dead = (jnp.arange(M) >= sum(sizes))[:, None]
     rows, d_out = jnp.where(dead, poison, rows), jnp.where(dead, poison, d_out)
-    actual = run(rows, gate, up, down, d_out, jnp.array(sizes, jnp.int32), "xla")
+    actual = run(rows, gate, up, down, d_out, jnp.array(sizes, jnp.int32), way)
     clean = [jnp.where(dead, 0, x) for x in (rows, d_out)]
     assert_same(actual, by_loop(clean[0], gate, up, down, clean[1], sizes), 1e-5)
 
@@ -86,7 +113,7 @@ def test_a_large_group_takes_several_tiles():
     assert_same(run(*args, jnp.array(sizes, jnp.int32), "xla"), by_loop(*args, sizes), 1e-5)
 
 
-@pytest.mark.parametrize("implementation", ("xla", "composed"))
+@pytest.mark.parametrize("implementation", ("xla", "composed", *KERNELS))
 def test_bfloat16_rows_with_float32_weights_give_float32_gradients(implementation):
     sizes = PATTERNS["skewed"](M, E)
     args = operands(jnp.bfloat16)

@@ -12,7 +12,8 @@ from grouped_matmul_ways import QUICK_COMPILE, WAYS, assert_close, by_loop, rand
 
 from pallas_kernels.grouped_matmul import grouped_matmul, pallas_tpu, reference
 from pallas_kernels.grouped_matmul.cases import PATTERNS, TINY
-from pallas_kernels.grouped_matmul.tiling import Tiling, Tilings
+from pallas_kernels.grouped_matmul.pallas_tpu import Tilings
+from pallas_kernels.grouped_matmul.tiling import Tiling
 
 EVERY_WAY = {"reference": reference.grouped_matmul, "by_platform": grouped_matmul, **WAYS}
 
@@ -89,9 +90,9 @@ def test_a_group_with_nan_harms_no_other(way):
     assert np.all(np.isnan(drhs[group])) and np.all(np.isfinite(np.delete(drhs, group, axis=0)))
 
 
-# Tiles of 16 rows, so that any sizes make many tiles that groups share.
+# Tiles of 32 rows in steps of 16, so that any sizes make many tiles that groups share, and steps that they do not.
 ROWS, GROUPS = 96, 5
-FINE = Tiling(m=16, k=24, n=40)
+FINE = Tiling(m=32, k=24, n=40, step=16, edge=8)
 fine_tiles = value_and_gradients(
     lambda lhs, rhs, group_sizes: pallas_tpu.grouped_matmul(
         lhs, rhs, group_sizes, tilings=Tilings(forward=FINE, lhs_grad=FINE, rhs_grad=FINE), interpret=True
@@ -118,6 +119,30 @@ def test_any_group_sizes(run, group_sizes, poison):
     dout = rng.normal(size=(ROWS, 40)).astype("float32")
     lhs[group_sizes.sum() :] = dout[group_sizes.sum() :] = poison
     assert_close(run(lhs, rhs, group_sizes, dout), by_loop(lhs, rhs, group_sizes, dout), "float32")
+
+
+@pytest.mark.parametrize("way", sorted({"by_platform", "reference", *WAYS}))
+def test_shards_of_the_groups_together_make_the_whole(way):
+    """Each of three shards has two of the six groups' matrices; what they make of the rows of others is zero."""
+    case = next(case for case in TINY if case.name == "tail")
+    lhs, rhs, group_sizes = case.arrays(jax.random.key(0), "float32")
+    dout = random_dout(lhs, rhs)
+
+    @partial(jax.jit, compiler_options=QUICK_COMPILE)
+    def shard(rhs, offset):
+        multiply = lambda lhs, rhs: EVERY_WAY[way](lhs, rhs, group_sizes, group_offset=offset)
+        out, vjp = jax.vjp(multiply, lhs, rhs)
+        return out, *vjp(dout)
+
+    shards = [shard(rhs[offset : offset + 2], offset) for offset in (0, 2, 4)]
+    out, dlhs, drhs = zip(*shards, strict=True)
+    actual = sum(map(np.asarray, out)), sum(map(np.asarray, dlhs)), np.concatenate(drhs)
+    assert_close(actual, by_loop(lhs, rhs, group_sizes, dout), "float32")
+    ends = np.cumsum(case.group_sizes)
+    for i, (rows, of_rows) in enumerate(zip(out, dlhs, strict=True)):
+        others = np.ones(case.m, bool)
+        others[(ends[2 * i - 1] if i else 0) : ends[2 * i + 1]] = False
+        assert not np.any(np.asarray(rows)[others]) and not np.any(np.asarray(of_rows)[others])
 
 
 @pytest.mark.parametrize("way", ["by_platform", pytest.param("pallas_tpu", marks=pytest.mark.slow)])

@@ -14,8 +14,9 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.grouped_matmul import grouped_matmul, pallas_tpu
 from pallas_kernels.grouped_matmul.cases import REAL, TINY
+from pallas_kernels.tpu_chips import chip_of
 
-TOPOLOGIES = ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"]
+TOPOLOGIES = ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"]
 KERNELS = {"grouped_matmul_forward", "grouped_matmul_lhs_grad", "grouped_matmul_rhs_grad"}
 
 
@@ -40,8 +41,9 @@ def value_and_gradients(multiply, lhs, rhs, group_sizes, dout):
     return out, *vjp(dout)
 
 
-def compile_case(case, dtype, device, multiply=pallas_tpu.grouped_matmul) -> list[str]:
+def compile_case(case, dtype, device, multiply=None) -> list[str]:
     sharding = SingleDeviceSharding(device)
+    multiply = multiply or partial(pallas_tpu.grouped_matmul, chip=chip_of(device.device_kind))
     dout = jax.ShapeDtypeStruct((case.m, case.n), dtype, sharding=sharding)
     return kernels_in(partial(value_and_gradients, multiply), *case.shapes(dtype, sharding), dout)
 
