@@ -105,10 +105,15 @@ def test_everything_wrong_is_listed_at_once_with_place_and_values(write):
     assert len(caught.value.problems) == 11
 
 
-@pytest.mark.parametrize("model", [{}, {"decoder": DECODER, "init_from": "models/x"}])
-def test_the_model_comes_from_exactly_one_place(write, model):
-    with pytest.raises(InputError, match="give one of init_from and decoder"):
-        load_config(write(CONFIG | {"model": model}))
+def test_the_model_comes_from_somewhere(write):
+    with pytest.raises(InputError, match="give init_from .* or both, got none"):
+        load_config(write(CONFIG | {"model": {}}))
+
+
+def test_an_architecture_may_stand_beside_a_model_to_begin_with(write):
+    config = load_config(write(CONFIG | {"model": {"decoder": DECODER, "init_from": "models/x"}}))
+    assert config.model.decoder.num_layers == 2
+    assert str(config.model.init_from) == "models/x"
 
 
 @pytest.mark.parametrize("text", ["a: [", "- a\n- b\n", "\xff"])

@@ -22,16 +22,19 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ModelConfig:
-    """Where the parameters come from: an upjax model (or a run), or a fresh random model of architecture `decoder`."""
+    """Where the parameters come from: an upjax model (or a run), or a fresh random model of architecture `decoder`.
+
+    With both, the model at `init_from` must have that architecture, and `upjax plan` needs no model to be there.
+    """
 
     init_from: Path | None = None
     decoder: DecoderConfig | None = None
     dtypes: Dtypes = Dtypes()
 
     def __post_init__(self):
-        if (self.init_from is None) == (self.decoder is None):
+        if self.init_from is None and self.decoder is None:
             raise ValueError(
-                f"give one of init_from and decoder, got init_from={self.init_from}, decoder={self.decoder}"
+                "give init_from (a model or a run), decoder (an architecture, random parameters) or both, got none"
             )
 
 

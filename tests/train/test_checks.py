@@ -2,11 +2,14 @@
 
 import dataclasses
 
+import jax
 import pytest
 from conftest import write_documents
 
+from upjax.checkpoint import save_model
 from upjax.config import MeshConfig
 from upjax.errors import InputError, Problems
+from upjax.model import Decoder
 from upjax.train.checks import check, check_numbers
 
 
@@ -74,3 +77,15 @@ def test_too_little_data_is_found_before_training(make_config, tmp_path):
         check(config)
     assert "holds 4 tokens, fewer than one sequence of 16" in caught.value.problems[0]
     assert "max_tokens 5 is less than the first document's 10 tokens" in caught.value.problems[1]
+
+
+def test_a_model_must_have_the_architecture_that_the_config_states(make_config, dense, moe, tmp_path):
+    save_model(tmp_path / "model", Decoder(dense, key=jax.random.key(0)), provenance={})
+    fits = make_config(model={"decoder": dense, "init_from": tmp_path / "model"})
+    assert check(fits)[0] == dense
+    with pytest.raises(InputError) as caught:
+        check(make_config(model={"decoder": moe, "init_from": tmp_path / "model"}))
+    problems = "\n".join(caught.value.problems)
+    assert f"model.decoder.tied_embeddings is True, in the model {tmp_path / 'model'} it is False" in problems
+    assert "model.decoder.moe.num_experts is 8" in problems
+    assert "vocab_size" not in problems

@@ -1,5 +1,6 @@
 """What is checked before anything is loaded: that config, model, data and devices go together."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import TypeVar
@@ -7,7 +8,7 @@ from typing import TypeVar
 import jax
 
 from upjax.checkpoint import read_model_config
-from upjax.config import Config, MeshConfig
+from upjax.config import Config, MeshConfig, flatten
 from upjax.data import DatasetInfo, held_out_batches, load_info, make_dataset
 from upjax.errors import InputError, Problems
 from upjax.mesh import AXES
@@ -19,7 +20,7 @@ T = TypeVar("T")
 def check(config: Config) -> tuple[DecoderConfig, DatasetInfo]:
     """Returns the model's architecture and what the dataset holds; InputError lists everything that does not fit."""
     problems = Problems("this run cannot start")
-    decoder = config.model.decoder or _try(problems, lambda: read_model_config(config.model.init_from))
+    decoder = architecture(config, problems)
     dataset = _try(problems, lambda: load_info(config.data.path))
     check_numbers(config, problems, num_devices=len(jax.devices()), num_processes=jax.process_count())
     if decoder:
@@ -28,6 +29,25 @@ def check(config: Config) -> tuple[DecoderConfig, DatasetInfo]:
         check_dataset(config, dataset, decoder, problems)
     problems.raise_if_any()
     return decoder, dataset
+
+
+def architecture(config: Config, problems: Problems) -> DecoderConfig | None:
+    """Returns the model's architecture; None, with the problems saying why, where it cannot be had.
+
+    Where both `decoder` and a model to begin with are given, each field in which they differ is a problem.
+    """
+    stated, init_from = config.model.decoder, config.model.init_from
+    if init_from is None:
+        return stated
+    stored = _try(problems, lambda: read_model_config(init_from))
+    if stated is None or stored is None:
+        return stated or stored
+    fields = [flatten(dataclasses.asdict(decoder)) for decoder in (stated, stored)]
+    for name in sorted(fields[0].keys() | fields[1].keys()):
+        in_config, in_model = (of.get(name) for of in fields)
+        if in_config != in_model:
+            problems.add(f"model.decoder.{name} is {in_config!r}, in the model {init_from} it is {in_model!r}")
+    return stated
 
 
 def _try(problems: Problems, read: Callable[[], T]) -> T | None:

@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import PartitionSpec as P
 
 from upjax.checkpoint import (
     CHECKPOINTS,
@@ -30,16 +29,15 @@ from upjax.data import make_dataset
 from upjax.errors import InputError
 from upjax.evaluate.perplexity import evaluate
 from upjax.files import write_text
-from upjax.mesh import BATCH, has_mesh, make_mesh
+from upjax.mesh import make_mesh
 from upjax.model import DecoderConfig, build
 from upjax.train.checks import check
 from upjax.train.flops import flops_per_token
 from upjax.train.metrics import Log, Meter, open_metrics, read_metrics
-from upjax.train.optimizer import make_optimizer
-from upjax.train.schedule import branch_points, make_schedule
+from upjax.train.program import Program, batch_sharding, make_program
+from upjax.train.schedule import branch_points
 from upjax.train.start import Start, branch, start, training_part
 from upjax.train.state import TrainState
-from upjax.train.step import TrainStep, make_train_step
 
 CONFIG_FILE = "config.yaml"
 
@@ -73,37 +71,27 @@ def train(config: Config, *, branch_from: int | str | Path | None = None, progre
     decoder, _ = check(config)
     run = config.output
     _check_directory(run)
-    schedule = make_schedule(config.schedule, peak=config.optimizer.learning_rate, num_steps=config.train.steps)
-    optimizer = make_optimizer(config.optimizer, schedule)
+    program = make_program(config, decoder)
     with _mesh(config):
-        begun = start(config, decoder, optimizer, parent)
+        begun = start(config, decoder, program.optimizer, parent)
         first = int(begun.state.step)
         if jax.process_index() == 0:
             _prepare_directory(config, source=parent or config.model.init_from)
-        train_step = make_train_step(
-            decoder,
-            config.model.dtypes,
-            optimizer,
-            schedule,
-            load_balance_coefficient=config.train.load_balance_coefficient,
-            z_loss_coefficient=config.train.z_loss_coefficient,
-            remat=config.train.remat,
-            num_microbatches=config.optimizer.gradient_accumulation,
-        )
         last = first
         if first < config.train.steps:
             with open_metrics(run, step=first, num_steps=config.train.steps, progress=progress) as log:
-                last = _run(config, decoder, begun, train_step, log)
+                last = _run(program, begun, log)
     logged = read_metrics(run)
     return TrainResult(run=run, step=last, finished=last == config.train.steps, metrics=logged[-1] if logged else {})
 
 
-def _run(config: Config, decoder: DecoderConfig, begun: Start, train_step: TrainStep, log: Log) -> int:
+def _run(program: Program, begun: Start, log: Log) -> int:
     """Runs the steps that are left, and returns the number of the last one made."""
+    config, decoder = program.config, program.decoder
     run, state, num_steps = config.output, begun.state, config.train.steps
     batches = _batches(config, begun.data_state)
-    compiled = train_step.lower(state, _abstract_batch(config)).compile()
-    devices = list(_batch_sharding().device_set)
+    compiled = program.step.lower(state, program.abstract_batch()).compile()
+    devices = list(batch_sharding().device_set)
     meter = Meter(flops_per_token(decoder, config.data.sequence_length), devices)
     finish_saving: Callable[[], None] = lambda: None
     waiting: tuple[int, dict[str, jax.Array]] | None = None
@@ -215,22 +203,9 @@ def _mesh(config: Config) -> contextlib.AbstractContextManager:
     return jax.set_mesh(make_mesh(*sizes)) if math.prod(sizes) > 1 else contextlib.nullcontext()
 
 
-def _batch_sharding() -> jax.sharding.Sharding:
-    if not has_mesh():
-        return jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    return jax.NamedSharding(jax.sharding.get_mesh(), P(BATCH, None))
-
-
 def _on_mesh(batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
     """Returns the batch, of which this process has its rows, split over the mesh."""
-    return {name: jax.make_array_from_process_local_data(_batch_sharding(), x) for name, x in batch.items()}
-
-
-def _abstract_batch(config: Config) -> dict[str, jax.ShapeDtypeStruct]:
-    shape, sharding = (config.data.batch_size, config.data.sequence_length), _batch_sharding()
-    ints = {name: np.int32 for name in ("tokens", "targets", "segment_ids", "positions")}
-    dtypes = ints | {"loss_weights": np.float32}
-    return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in dtypes.items()}
+    return {name: jax.make_array_from_process_local_data(batch_sharding(), x) for name, x in batch.items()}
 
 
 def _check_directory(run: Path) -> None:
