@@ -2,7 +2,8 @@
 
 All figures are of one JAX device: a chip, but for v4 (compiled for absent chips) and TPU7x, where a device is one of
 the two cores of a chip. Peaks are the published ones, from https://cloud.google.com/tpu/docs/ v4, v5e, v5p, v6e and
-tpu7x ("key specifications"); the matrix units and the vector memory are those of JAX's `pltpu.get_tpu_info_for_chip`.
+tpu7x ("key specifications"). The page of v4 names no rate of a link: 50 GB/s each way, by https://arxiv.org/abs/2304.01433.
+The matrix units and the vector memory are those of JAX's `pltpu.get_tpu_info_for_chip`.
 """
 
 import dataclasses
@@ -56,7 +57,7 @@ def tpu_chips() -> dict[str, TpuChip]:
     """Returns the generations by the name that topologies give them."""
     version = pltpu.ChipVersion
     chips = (
-        _chip("v4", version.TPU_V4, cores=1, share=2, tflops=275, hbm_gib=32, hbm_gb_s=1228, ici_gb_s=300, ici_links=6),
+        _chip("v4", version.TPU_V4, cores=1, share=2, tflops=275, hbm_gib=32, hbm_gb_s=1228, ici_gb_s=600, ici_links=6),
         _chip("v5e", version.TPU_V5E, cores=1, tflops=197, hbm_gib=16, hbm_gb_s=819, ici_gb_s=400, ici_links=4),
         _chip("v5p", version.TPU_V5P, cores=2, tflops=459, hbm_gib=95, hbm_gb_s=2765, ici_gb_s=1200, ici_links=6),
         _chip("v6e", version.TPU_V6E, cores=1, tflops=918, hbm_gib=32, hbm_gb_s=1638, ici_gb_s=800, ici_links=4),

@@ -20,8 +20,9 @@ from upjax.compilation_cache import enable_compilation_cache
 from upjax.errors import InputError
 from upjax.evaluate.passage import passage_tokens
 from upjax.hf import convert_gguf
+from upjax.plan import PlanError, planning, report
 from upjax.provenance import software
-from upjax.terminal import errors, show, working
+from upjax.terminal import errors, show, stages, working
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -254,6 +255,55 @@ def inspect(
     _show_model(path, json)
 
 
+@app.command()
+def plan(
+    config: Annotated[Path, typer.Argument(help="A YAML file, such as those in configs/.")],
+    topology: Annotated[
+        str, typer.Option(help="A slice: [bold]v5p:4x4x4[/], v5e:4x4, v6e:8x8, v4:2x2x1, tpu7x:4x4x4.")
+    ],
+    overrides: Annotated[list[str] | None, typer.Argument(help="Values to replace: train.remat=full")] = None,
+    mesh: Annotated[
+        str | None, typer.Option(help="Instead of the config's: [bold]fsdp=8,expert=8[/]; all devices of the slice.")
+    ] = None,
+    tokens: Annotated[float | None, typer.Option(help="Tokens to give chip-hours for: 1e12.")] = None,
+    sweep: Annotated[bool, typer.Option("--sweep", help="Try every mesh of the slice and rank them.")] = False,
+    schedule_only: Annotated[
+        bool, typer.Option("--schedule-only", help="Stop before code is made: sooner, the same numbers.")
+    ] = False,
+    plot: Annotated[
+        Path | None, typer.Option(help="Write a PNG of what fills the memory (of a sweep: the best).")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Compile a run's step for a slice of TPUs that is not here: does it fit, what moves, how long may it take.
+
+    Exit code 1 when it does not fit (with --sweep: when no mesh does).
+
+    Example: [bold]upjax plan configs/mixtral_8x7b_v5p.yaml --topology v5p:4x4x4 --tokens 1e11[/]
+    """
+
+    loaded = upjax.load_config(config, overrides or ())
+    with stages() as progress:
+        if sweep:
+            if mesh is not None:
+                raise InputError(f"--sweep tries every mesh; --mesh {mesh} asks for one")
+            plans = planning.sweep(loaded, topology, tokens=tokens, progress=progress)
+        else:
+            asked = {"mesh": mesh, "tokens": tokens, "schedule_only": schedule_only}
+            plans = [upjax.plan(loaded, topology, progress=progress, **asked)]
+    if plot is not None:
+        report.plot(plans[0], plot)
+    if json:
+        made = [of.to_dict() for of in plans]
+        show({"meshes": made} if sweep else made[0], as_json=True)
+    elif sweep:
+        report.show_sweep(plans)
+    else:
+        report.show(plans[0])
+    if not plans[0].fits:
+        raise typer.Exit(1)
+
+
 def _show_model(path: Path, as_json: bool) -> None:
 
     show(upjax.inspect(path), as_json=as_json, title=str(path))
@@ -311,7 +361,7 @@ def main() -> None:
         errors.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(2)
     except RuntimeError as error:
-        if not isinstance(error, upjax.TrainingError):
+        if not isinstance(error, upjax.TrainingError | PlanError):
             raise
         errors.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(1)

@@ -3,7 +3,8 @@
 import contextlib
 import json
 import math
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rich.console import Console
@@ -52,6 +53,24 @@ def working(what: str) -> Iterator[None]:
     else:
         errors.print(what, highlight=False)
         yield
+
+
+@contextlib.contextmanager
+def stages() -> Iterator[Callable[[str], None]]:
+    """Yields a function to call with the stage that long work is in; stderr shows it, with the seconds so far."""
+    began, last = time.perf_counter(), ""
+    with errors.status("") if errors.is_terminal else contextlib.nullcontext() as status:
+
+        def say(stage: str) -> None:
+            nonlocal last
+            seconds = f"{time.perf_counter() - began:.0f} s"
+            if status is not None:
+                status.update(f"{stage} ({seconds})")
+            elif stage != last:
+                errors.print(f"{stage} ({seconds})", highlight=False)
+            last = stage
+
+        yield say
 
 
 def flat(results: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

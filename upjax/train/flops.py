@@ -4,24 +4,8 @@ Only what a token must meet is counted: its own k experts, and of attention the 
 window let it see. What is recomputed to save memory, and what padding costs, is not work that the model needs.
 """
 
+from pallas_kernels.tpu_chips import chip_of
 from upjax.model import DecoderConfig, num_params
-
-PEAK_FLOPS = {
-    "TPU v4": 275e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5e": 197e12,
-    "TPU v5": 459e12,
-    "TPU v5p": 459e12,
-    "TPU v6 lite": 918e12,
-    "TPU v6e": 918e12,
-    "TPU7x": 2307e12 / 2,
-}
-"""Dense bfloat16 FLOP/s of a device by its `device_kind`.
-
-Compared with the table in JAX's `jax._src.pallas.mosaic.tpu_info`, which rounds v6e to 920 and TPU7x to 2310 TFLOP/s a
-chip. A chip is one device except on TPU7x, where it is two; a v4 is two where its cores are not joined to a megacore,
-and MFU then comes out at half of what it is.
-"""
 
 
 def flops_per_token(config: DecoderConfig, sequence_length: int) -> float:
@@ -42,6 +26,27 @@ def mean_context(sequence_length: int, window: int | None) -> float:
     return (w * (w + 1) / 2 + (sequence_length - w) * w) / sequence_length
 
 
+def recomputed_flops_per_token(config: DecoderConfig, sequence_length: int, remat: str) -> float:
+    """Returns the FLOPs that a step spends a second time, to have kept less: `remat` is that of the config.
+
+    "full" is the forward pass of all layers, "dots" that of attention and routed experts, whose kernels' results it
+    does not keep. The logits, made again where the loss is cut into chunks, are not counted here.
+    """
+    head = 2 * config.embed_dim * config.vocab_size
+    attention = sum(
+        4 * config.num_heads * config.head_dim * mean_context(sequence_length, layer.window) for layer in config.layers
+    )
+    experts = 0
+    if config.moe:
+        experts = 6 * config.moe.experts_per_token * config.embed_dim * config.moe.hidden_dim * len(config.moe_layers)
+    layers = flops_per_token(config, sequence_length) / 3 - head
+    return {"none": 0.0, "dots": attention + experts, "full": layers}[remat]
+
+
 def peak_flops(device_kind: str) -> float | None:
-    """Returns the FLOP/s that a device of this kind offers, None where that is not known."""
-    return PEAK_FLOPS.get(device_kind)
+    """Returns the bfloat16 FLOP/s that a device of this kind offers, None where that is not known."""
+    chip = chip_of(device_kind)
+    if chip is None:
+        return None
+    # On Cloud TPUs the two cores of a v4 are joined to one device; compiled for absent chips they are two.
+    return chip.flops_per_second * (2 if chip.name == "v4" else 1)
