@@ -70,7 +70,7 @@ def _plan(name: str, **given) -> Plan:
 def pods_table(plans: dict[str, Plan]) -> str:
     """Returns one row a run."""
     head = ("config", "slice", "mesh", "parameters, active", "peak / usable, GiB a chip", "sent, GB a device and step")
-    estimates = ("step, s", "MFU", "bound by", "tokens a day", "compiler, s")
+    estimates = ("step, s", "MFU", "bound by", "tokens a day", "compiler, s (CPU s)")
     rows = []
     for name, made in plans.items():
         of, chip = made.roofline, made.topology.devices_per_chip / GIB
@@ -96,12 +96,12 @@ def pods_table(plans: dict[str, Plan]) -> str:
 
 def megablox_table(ours: Plan, theirs: Plan) -> str:
     """Returns the same step with our kernels and with megablox, one row each."""
-    head = ("experts by", "peak, GiB a chip", "temporaries, GiB", "sent, GB a device and step", "compiler, s")
+    head = ("experts by", "peak, GiB a chip", "temporaries, GiB", "sent, GB a device and step", "compiler, s (CPU s)")
     rows = [
         (
             name,
-            f"{made.memory.total / GIB:.2f}",
-            f"{made.memory.temporaries / GIB:.2f}",
+            f"{made.memory.total / GIB:.3f}",
+            f"{made.memory.temporaries / GIB:.3f}",
             f"{_sent(made):.2f}",
             _compile_seconds(made),
         )
@@ -115,7 +115,8 @@ def _sent(made: Plan) -> float:
 
 
 def _compile_seconds(made: Plan) -> str:
-    return f"{made.compiled.seconds['all']:.0f}" if made.compiled.memory else "-"
+    seconds = made.compiled.seconds
+    return f"{seconds['all']:.0f} ({seconds['cpu']:.0f})" if made.compiled.memory else "-"
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

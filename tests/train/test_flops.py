@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from upjax.model import MoEConfig
-from upjax.train.flops import flops_per_token, mean_context, peak_flops
+from upjax.train.flops import flops_per_token, mean_context, peak_flops, recomputed_flops_per_token
 
 T = 32
 
@@ -48,4 +48,14 @@ def test_tied_embeddings_count_once_as_the_head(dense):
 
 def test_the_rate_of_an_unknown_device_is_not_made_up():
     assert peak_flops("TPU v5p") == 459e12
+    assert peak_flops("TPU v4") == 275e12
     assert peak_flops("cpu") is None
+
+
+def test_what_remat_makes_again_is_the_forward_pass_of_what_it_does_not_keep(moe):
+    layers = flops_per_token(moe, T) / 3 - 2 * 16 * 48  # without the head, 16 x 48
+    assert recomputed_flops_per_token(moe, T, "none") == 0
+    assert recomputed_flops_per_token(moe, T, "full") == layers
+    # Two layers: attention's two products over 16 = heads x head dim, and two experts of three 16 x 16 products.
+    attention, experts = 2 * 2 * 2 * 16 * (T + 1) / 2, 2 * 2 * 3 * 2 * 16 * 16
+    assert recomputed_flops_per_token(moe, T, "dots") == attention + experts

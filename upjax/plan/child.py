@@ -57,6 +57,7 @@ def _compile(program: Program, said: dict[str, Any], dump: str) -> None:
         return
     finally:
         said["seconds"]["compile"] = time.perf_counter() - began
+        said["seconds"]["cpu"] = time.process_time()
     memory, cost = compiled.memory_analysis(), compiled.cost_analysis()
     said["memory"] = {name: getattr(memory, f"{name}_size_in_bytes") for name in MEMORY}
     said["cost"] = {name: cost.get(name) for name in ("flops", "bytes accessed", "transcendentals")}
