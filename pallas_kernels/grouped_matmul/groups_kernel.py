@@ -83,12 +83,15 @@ def _kernel(starts, groups, tiles, lhs, rhs, out, *scratch, tile: Tiling):
 
     for_each_step(start, end, tile, whole, edge)
 
-    @pl.when(starts[group] == starts[group + 1])
-    def _():
-        out[...] = jnp.zeros_like(out)
-
+    has_rows = starts[group] < starts[group + 1]
     if scratch:
 
-        @pl.when(last_of_group & (starts[group] < starts[group + 1]))
+        @pl.when(last_of_group)
         def _():
-            out[...] = total[...].astype(out.dtype)
+            out[...] = jnp.where(has_rows, total[...], 0).astype(out.dtype)
+
+    else:
+
+        @pl.when(~has_rows)
+        def _():
+            out[...] = jnp.zeros_like(out)

@@ -15,7 +15,7 @@ from pallas_kernels.tpu_chips import TpuChip
 _PER_GRID_STEP = 250
 _PER_ROW_STEP = 150
 _PER_GROUP_STEP = 350
-_PER_REGISTER = 0.4
+_PER_REGISTER = 0.5
 
 _REGISTER = 1024
 
@@ -24,8 +24,10 @@ _ROW_TILES = (128, 256, 512, 1024, 2048)
 _ROW_STEPS = (128, 256, 512, 1024)
 _ROW_EDGES = (128, 256)
 _MAX_PARTS = 64
-_MAX_CYCLES = 2**14
-"""Of the products of one step: they are unrolled, and programs of many more bundles take minutes to compile."""
+_MAX_PRODUCTS = 3600
+"""Instructions of one step, of 16 rows by one square of weights each: they are unrolled, and programs of many more take
+minutes to compile.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,8 +79,8 @@ class _Needs(NamedTuple):
     """Bytes of vector memory."""
     moved: int
     """Bytes to and from HBM."""
-    cycles: float
-    """Of the products of one step, by the matrix units."""
+    products: float
+    """Instructions of one step, of 16 rows by one square of weights each."""
     bundles: float
     """Of all grid steps."""
     parallel_tiles: int
@@ -100,7 +102,7 @@ def choose_tiling(kernel: RowsKernel | GroupsKernel, chip: TpuChip) -> Tiling:
     # A quarter is left to what the compiler spills.
     budget = vmem_limit(chip) * 3 // 4
     candidates = [(tile, needs_of(tile, kernel, chip)) for tile in _candidates(kernel)]
-    fitting = [(tile, needs) for tile, needs in candidates if needs.vmem <= budget and needs.cycles <= _MAX_CYCLES]
+    fitting = [(tile, needs) for tile, needs in candidates if needs.vmem <= budget and needs.products <= _MAX_PRODUCTS]
     if not fitting:
         least = min(needs.vmem for _, needs in candidates)
         raise NotImplementedError(
@@ -139,6 +141,8 @@ def _rows_needs(tile: Tiling, kernel: RowsKernel, chip: TpuChip) -> _Needs:
     def bundles(rows: int) -> float:
         registers = (by_row - 1 + num_sums) * rows * tile.n / _REGISTER
         product = kernel.num_rhs * _cycles(rows, tile.k, tile.n, chip)
+        if rows < chip.mxu_size:  # weights are pushed no faster than so few rows pass, and hide nothing else
+            product, registers = 1.25 * product, 3 * registers
         return _with_overhead(product, _PER_ROW_STEP + _PER_REGISTER * registers, chip)
 
     return _Needs(
@@ -147,7 +151,7 @@ def _rows_needs(tile: Tiling, kernel: RowsKernel, chip: TpuChip) -> _Needs:
         + num_sums * _block(tile.m, tile.n, 4)
         + (kernel.num_rhs + kernel.num_results) * _block(tile.step, tile.n, 4),
         moved=elements * kernel.itemsize,
-        cycles=kernel.num_rhs * _cycles(tile.step, tile.k, tile.n, chip),
+        products=kernel.num_rhs * _products(tile.step, tile.k, tile.n, chip),
         bundles=tiles_n * tiles_k * (visits * _PER_GRID_STEP + _of_all_rows(bundles, tile, kernel)),
         parallel_tiles=tiles_n,
     )
@@ -173,7 +177,7 @@ def _groups_needs(tile: Tiling, kernel: GroupsKernel, chip: TpuChip) -> _Needs:
         + (1 + (kernel.result_itemsize < 4)) * _block(tile.k, tile.n, 4)
         + 2 * _block(tile.step, tile.k, kernel.itemsize),
         moved=rows + kernel.num_groups * kernel.k * kernel.n * kernel.result_itemsize,
-        cycles=_cycles(tile.k, tile.step, tile.n, chip),
+        products=_products(tile.k, tile.step, tile.n, chip),
         bundles=tiles_k * tiles_n * per_block,
         parallel_tiles=tiles_k * tiles_n,
     )
@@ -215,7 +219,15 @@ def _with_overhead(cycles: float, overhead: float, chip: TpuChip) -> float:
 
 def _cycles(streamed: int, contracted: int, columns: int, chip: TpuChip) -> float:
     """Returns the cycles that a core's matrix units take, which work on whole squares of weights."""
-    return streamed * _round_up(contracted, chip.mxu_size) * _round_up(columns, chip.mxu_size) / chip.macs_per_cycle
+    return streamed * _squares(contracted, columns, chip) * chip.mxu_size**2 / chip.macs_per_cycle
+
+
+def _products(streamed: int, contracted: int, columns: int, chip: TpuChip) -> float:
+    return streamed / 16 * _squares(contracted, columns, chip)
+
+
+def _squares(contracted: int, columns: int, chip: TpuChip) -> int:
+    return _ceil(contracted, chip.mxu_size) * _ceil(columns, chip.mxu_size)
 
 
 def _block(rows: int, columns: int, itemsize: int) -> int:

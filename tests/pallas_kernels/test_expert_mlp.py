@@ -1,5 +1,6 @@
 """The experts' gated MLP: every implementation against a NumPy loop, values and gradients."""
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -17,7 +18,7 @@ M, D, F, E = 150, 24, 40, 6
 NAMES = ("out", "d_rows", "d_gate", "d_up", "d_down")
 
 
-def operands(dtype=jnp.float32, weight_dtype=jnp.float32):
+def operands(dtype=jnp.float32, weight_dtype=jnp.float32, M=M, D=D, F=F):
     keys = jax.random.split(jax.random.key(0), 5)
     rows, d_out = (jax.random.normal(key, (M, D)).astype(dtype) for key in keys[:2])
     shapes = ((E, D, F), (E, D, F), (E, F, D))
@@ -25,19 +26,11 @@ def operands(dtype=jnp.float32, weight_dtype=jnp.float32):
     return rows, *weights, d_out
 
 
-# Along rows and every width two tiles and a tail; steps of 16 rows, and of 8 where they are not all of one group.
+# Along rows and every width several tiles and a tail; steps of 16 rows, and of 8 where they are not all of one group.
 SMALL = pallas_tpu.Tilings(
-    **{
-        name: Tiling(m=64, k=k, n=n, step=16, edge=8)
-        for name, k, n in (
-            ("gate_up", D, 16),
-            ("down", 16, 16),
-            ("d_gate_up", 16, 16),
-            ("d_rows", F, 16),
-            ("d_gate", 16, 16),
-            ("d_down", 16, 16),
-        )
-    }
+    **dict.fromkeys(
+        (field.name for field in dataclasses.fields(pallas_tpu.Tilings)), Tiling(m=64, k=16, n=16, step=16, edge=8)
+    )
 )
 KERNELS = {"kernels": None, "kernels in small tiles": SMALL}
 OTHERS = tuple(name for name in IMPLEMENTATIONS if name != "pallas_tpu")  # which needs a TPU, or the interpreter
