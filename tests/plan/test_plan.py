@@ -47,7 +47,8 @@ def test_memory_is_that_of_the_compilers_own_analysis(planned):
     whole = said["argument"] + said["output"] - said["alias"] + said["temp"]
     assert planned.fits
     assert 0 <= memory.total - whole < 1e6  # constants are not in that analysis
-    assert memory.activations + memory.temporaries + memory.gaps == said["temp"]
+    temporary = memory.activations + memory.temporaries + memory.gaps
+    assert 0 <= said["temp"] - temporary < 1e5  # where some constants are counted
     assert memory.activations > 0 and memory.temporaries > 0
     assert memory.largest_buffers[0].bytes <= memory.activations + memory.temporaries
 
@@ -128,12 +129,10 @@ def test_what_does_not_fit_is_an_answer_with_the_largest_buffers(run):
 
 @pytest.mark.slow
 def test_a_sweep_ranks_the_meshes_that_can_be():
-    two_experts = dataclasses.replace(
-        TINY, num_layers=1, moe_layers=(0,), moe=dataclasses.replace(TINY.moe, num_experts=2)
-    )
-    # Four rows for four devices; five of the six meshes, the experts being two.
-    plans = planning.sweep(tiny_config(two_experts), "v5e:2x2")
-    assert len({report.mesh_name(p) for p in plans}) == 5
+    one_expert = dataclasses.replace(TINY.moe, num_experts=1, experts_per_token=1)
+    # One expert lies on no axis: three of the six meshes can be.
+    plans = planning.sweep(tiny_config(dataclasses.replace(TINY, moe=one_expert)), "v5e:2x2")
+    assert {report.mesh_name(p) for p in plans} == {"data=4", "fsdp=4", "data=2,fsdp=2"}
     assert all(p.fits for p in plans)
     seconds = [p.roofline.step_seconds for p in plans]
     assert seconds == sorted(seconds)

@@ -5,7 +5,9 @@ given back only when its process ends; and because a compiler that crashes then 
 """
 
 import json
+import os
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ MEMORY = ("argument", "output", "alias", "temp", "generated_code")
 
 def main(request: Path, answer: Path) -> None:
     """Compiles the step that a request asks for and writes what the compiler says, or what it refused."""
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     asked = json.loads(request.read_text())
     jax.config.update("jax_enable_compilation_cache", False)  # a program from the cache is not dumped
     config = parse_config(asked["config"], str(request))
@@ -36,6 +39,13 @@ def main(request: Path, answer: Path) -> None:
         _write(answer, said)  # so that there is one when the compiler is stopped half-way
         _compile(program, said, asked["dump"])
     _write(answer, said)
+
+
+def _end_with_parent(parent: int) -> None:
+    """Ends this process when the one that started it has ended, even by a signal: a compilation takes minutes."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
 
 
 def _compile(program: Program, said: dict[str, Any], dump: str) -> None:
