@@ -100,3 +100,18 @@ def test_traffic_counts_slices_updates_and_the_kernels_own_estimate():
 def test_text_that_is_no_module_is_refused():
     with pytest.raises(ValueError, match="no ENTRY"):
         parse("HloModule empty\n")
+
+
+def test_the_experts_kernels_move_the_rows_that_even_routers_send():
+    text = """\
+HloModule m, is_scheduled=true
+
+ENTRY %main (x: bf16[64,8]) -> bf16[64,8] {
+  %x = bf16[64,8]{1,0} parameter(0)
+  %y = bf16[64,8]{1,0} custom-call(%x), custom_call_target="tpu_custom_call", metadata={op_name="experts/expert_mlp_down"}
+  ROOT %z = bf16[64,8]{1,0} copy(%y)
+}
+"""  # noqa: E501
+    both = 2 * 64 * 8 * 2
+    assert hbm_bytes(parse(text)) == 2 * both
+    assert hbm_bytes(parse(text), routed_rows=16) == both + both / 4

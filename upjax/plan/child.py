@@ -2,6 +2,9 @@
 
 A process of its own, because libtpu reads its settings once, when it is loaded; because what a compilation takes is
 given back only when its process ends; and because a compiler that crashes then takes nothing with it.
+
+The step is the one that `train` compiles on that mesh; but `train` sets no mesh for one device, and here it is one of
+one device.
 """
 
 import json

@@ -9,7 +9,7 @@ from upjax.config import Config, MeshConfig
 from upjax.errors import InputError, Problems
 from upjax.model import DecoderConfig, num_params
 from upjax.plan.collectives import Collective, collectives
-from upjax.plan.compile import Compile, Compiled, Progress, compile_step
+from upjax.plan.compile import Compile, Compiled, PlanError, Progress, compile_step
 from upjax.plan.hlo import parse
 from upjax.plan.memory import Memory, read_memory
 from upjax.plan.roofline import Roofline, roofline, routed_rows
@@ -36,11 +36,19 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether the compiler takes the program: it refuses one that needs more memory than it may use."""
-        return self.compiled.refused is None and self.memory.total <= self.topology.available_bytes_per_device
+        """Whether the compiler takes the program: it refuses one that needs more memory than it may use.
+
+        Where it was stopped before it had finished, what it may use is that of `topology`.
+        """
+        if self.compiled.refused is not None:
+            return False
+        return self.compiled.memory is not None or self.memory.total <= self.topology.available_bytes_per_device
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns all of it as plain data; what is an estimate says so in its name, or lies under "estimate"."""
+        """Returns all of it as plain data; what is an estimate says so in its name, or lies under "estimate".
+
+        FLOPs are those of all devices together, bytes those of a chip where the name says so and of a device elsewhere.
+        """
         per_chip = self.topology.devices_per_chip
         memory = dataclasses.asdict(self.memory) | {"total": self.memory.total}
         available = self.topology.available_bytes_per_device * per_chip
@@ -126,7 +134,8 @@ def sweep(
     """Returns the plans of every mesh that the step can have on the slice, best first.
 
     Those that fit come first, the fastest by estimate before the others, then those that do not, the smallest first.
-    None is compiled to the end (`schedule_only`): plan the one to use. Raises InputError where no mesh goes.
+    None is compiled to the end (`schedule_only`): plan the one to use. Raises InputError where no mesh goes, PlanError
+    where the compiler fails on one for another reason than memory.
     """
     slice_ = parse_topology(topology)
     decoder = _decoder(config)
@@ -136,7 +145,10 @@ def sweep(
         name = ",".join(f"{axis}={size}" for axis, size in mesh_sizes(of.mesh).items())
         at = f"{number}/{len(tried)} {name}"
         say = lambda stage, at=at: progress(f"{at}: {stage}")
-        compiled = compile_step(_stated(of, decoder), slice_, progress=say, schedule_only=True)
+        try:
+            compiled = compile_step(_stated(of, decoder), slice_, progress=say, schedule_only=True)
+        except PlanError as error:
+            raise PlanError(f"mesh {name}: {error}") from error
         plans.append(read(of, decoder, slice_, compiled, tokens=tokens))
     return sorted(plans, key=lambda p: (0, p.roofline.step_seconds) if p.fits else (1, float(p.memory.total)))
 

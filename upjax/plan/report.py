@@ -52,6 +52,8 @@ def _summary(plan: Plan) -> Table:
     stage = "compiled to the end" if plan.compiled.memory else "scheduled, no code made"
     table.add_row("compiler", "refused the program" if plan.compiled.refused else stage)
     table.add_row("memory", verdict(plan))
+    if plan.compiled.memory:
+        table.add_row("code", f"{plan.compiled.memory['generated_code'] / 2**20:.0f} MiB, not in that")
     devices = f"{told['num_chips']:,}" + (
         f" of {told['devices_per_chip']} devices each" * (told["devices_per_chip"] > 1)
     )
