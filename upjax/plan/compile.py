@@ -76,7 +76,8 @@ def compile_step(
         dump, answer, began = Path(scratch) / "dump", Path(scratch) / "answer.json", time.perf_counter()
         while child.poll() is None:
             scheduled = any(dump.glob(f"*.{SCHEDULED}_after_buffer_assignment.txt"))  # written after what is read below
-            progress("generating code" if scheduled else "optimising" if dump.exists() else "tracing")
+            coding = "scheduled" if schedule_only else "generating code"
+            progress(coding if scheduled else "optimising" if dump.exists() else "tracing")
             if scheduled and schedule_only:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     child.wait(timeout=2)  # one that refuses ends by itself

@@ -26,7 +26,9 @@ def render(plan: Plan) -> RenderableType:
     parts = [_summary(plan), _memory(plan)]
     if not plan.fits:
         parts.append(_buffers(plan))
-    return Group(*parts, _collectives(plan), _time(plan))
+    if plan.collectives:
+        parts.append(_collectives(plan))
+    return Group(*parts, _time(plan))
 
 
 def verdict(plan: Plan) -> str:
