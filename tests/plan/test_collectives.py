@@ -111,6 +111,22 @@ def test_each_collective_has_its_kind_axes_sizes_and_asynchrony():
     assert found[-1].seconds == pytest.approx(384 / 200e9)
 
 
+def test_a_ragged_exchange_counts_what_even_routers_send():
+    text = """\
+HloModule m, is_scheduled=true
+
+ENTRY %main (rows: bf16[16,8], space: bf16[64,8], sizes: s32[4]) -> bf16[64,8] {
+  %rows = bf16[16,8]{1,0} parameter(0)
+  %space = bf16[64,8]{1,0} parameter(1)
+  %sizes = s32[4]{0} parameter(2)
+  ROOT %sent = bf16[64,8]{1,0} ragged-all-to-all(%rows, %space, %sizes, %sizes, %sizes, %sizes), replica_groups={{0,1,2,3}}
+}
+"""  # noqa: E501
+    mesh, places = {"data": 1, "fsdp": 1, "expert": 4}, [(i, 0, 0) for i in range(4)]
+    (found,) = collectives(parse(text), mesh, parse_topology("v5p:4x4x4"), places)
+    assert (found.kind, found.bytes, found.bytes_sent) == ("ragged-all-to-all", 16 * 8 * 2, 16 * 8 * 2 * 3 // 4)
+
+
 def test_a_ring_that_closes_has_two_links_and_shared_links_count_in_part():
     module = parse(MODULE.replace("replica_groups=[2,2]<=[2,2]T(1,0)", "replica_groups={{0,1,2,3}}"))
     mesh, topology = {"data": 1, "fsdp": 1, "expert": 4}, parse_topology("v5p:4x4x4")

@@ -110,6 +110,10 @@ def _collective(found: _Found, times: int, groups: Groups, mesh: Mapping[str, in
     if kind == "all-gather":
         # An all-gather-start gives back its operands too.
         whole = instruction.results[len(operands) :] if instruction.opcode.endswith("-start") else instruction.results
+    elif kind == "ragged-all-to-all":
+        # From a buffer into another, as much as the data says. The one with room for all that could come is not full:
+        # with even routers, the smaller one is.
+        whole = (min(operands[:2], key=lambda array: array.num_bytes),)
     else:
         whole = tuple(operands)
     n = max(len(group) for group in groups)
