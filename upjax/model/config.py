@@ -32,8 +32,12 @@ class MoEConfig:
     experts_per_token: int
     hidden_dim: int
     router: RouterKind = "softmax_topk_renormalized"
+    capacity_factor: float | None = None
+    """How many times its even share of each device's tokens an expert takes; None: all that come."""
 
     def __post_init__(self):
+        if self.capacity_factor is not None and not self.capacity_factor > 0:
+            raise ValueError(f"capacity_factor must be above 0, or None for no capacity, got {self.capacity_factor}")
         if not 1 <= self.experts_per_token <= self.num_experts:
             raise ValueError(f"need 1 <= experts_per_token <= num_experts, got {self}")
 

@@ -25,6 +25,8 @@ class RouterStats:
     Hugging Face does not)."""
     z_loss: jax.Array
     """[L] float32: the mean squared logsumexp of the router logits (Zoph et al. 2022, eq. 5)."""
+    dropped_pairs: jax.Array
+    """[L] int32: the token-expert pairs that a capacity factor left out; 0 without one."""
 
 
 @jax.tree_util.register_dataclass
@@ -72,4 +74,5 @@ def _stats(logits_BTE, probs_BTE, experts_BTK, is_token_BT) -> RouterStats:
         expert_counts=counts_E,
         load_balance_loss=E * jnp.sum(fraction_E * mean_probs_E),
         z_loss=jnp.sum(weight_BT * jnp.square(logsumexp_BT)) / num_tokens,
+        dropped_pairs=jnp.zeros((), jnp.int32),
     )

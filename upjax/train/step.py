@@ -61,6 +61,8 @@ def make_train_step(
             parts["load_balance_loss"] = share * jnp.mean(router.load_balance_loss)
             parts["z_loss"] = share * jnp.mean(router.z_loss)
             parts["expert_counts"] = router.expert_counts
+            if config.moe.capacity_factor is not None:
+                parts["dropped_pairs"] = router.dropped_pairs
             total += load_balance_coefficient * parts["load_balance_loss"] + z_loss_coefficient * parts["z_loss"]
         return total, parts
 
@@ -121,4 +123,6 @@ def _metrics(parts: Metrics) -> Metrics:
         counts_LE = parts["expert_counts"].astype(jnp.float32)
         metrics["max_expert_load"] = jnp.max(jnp.max(counts_LE, axis=1) / jnp.mean(counts_LE, axis=1))
         metrics["dead_experts"] = jnp.mean(counts_LE == 0)
+    if "dropped_pairs" in parts:
+        metrics["dropped_fraction"] = jnp.sum(parts["dropped_pairs"]) / jnp.maximum(jnp.sum(counts_LE), 1.0)
     return metrics
