@@ -120,8 +120,9 @@ def _compile_seconds(made: Plan) -> str:
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Returns a table."""
-    lines = [head, ["---"] * len(head), *rows]
+    """Returns a table, without columns in which nothing stands."""
+    kept = [i for i in range(len(head)) if any(row[i] != "-" for row in rows)]
+    lines = [[line[i] for i in kept] for line in (head, ["---"] * len(head), *rows)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
