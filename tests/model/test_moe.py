@@ -1,5 +1,6 @@
 """The MoE layer against the dense layer, NumPy, and closed forms."""
 
+import contextlib
 import dataclasses
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 from upjax.mesh import batch_sharded, make_mesh
 from upjax.model import Decoder, DecoderConfig, Dtypes, MoEConfig, abstract_params, build, flat_params
 from upjax.model.loss import cross_entropy_sum
+from upjax.model.moe import run_experts, run_with_capacity
 from upjax.model.router import route
 
 DENSE = DecoderConfig(
@@ -139,3 +141,71 @@ def test_a_mesh_changes_neither_logits_nor_gradients(shape):
         expected = np.asarray(flat_params(gradients)[path])
         assert gradient.sharding.spec == wanted[path].sharding.spec, path
         assert np.linalg.norm(np.asarray(gradient) - expected) <= 1e-5 * np.linalg.norm(expected), path
+
+
+@pytest.mark.parametrize("shape", [None, (1, 2, 4)])
+def test_a_capacity_that_holds_any_routing_drops_nothing_and_changes_nothing(shape):
+    moe = Decoder(with_experts(), key=jax.random.key(0))
+    (expected, _), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(moe, TOKENS)
+    config, mesh = with_experts(capacity_factor=8.0), make_mesh(*shape) if shape else None
+    with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
+        wanted, tokens = abstract_params(config, Dtypes()), jnp.asarray(TOKENS)
+        flat = flat_params(moe)
+        if mesh:
+            flat = {path: jax.device_put(np.asarray(x), wanted[path].sharding) for path, x in flat.items()}
+            tokens = batch_sharded(tokens)
+        (found, router), roomy = jax.jit(jax.value_and_grad(loss, has_aux=True))(build(config, Dtypes(), flat), tokens)
+    assert not np.any(router.dropped_pairs)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    for path, gradient in flat_params(roomy).items():
+        other = np.asarray(flat_params(gradients)[path])
+        assert np.linalg.norm(np.asarray(gradient) - other) <= 1e-5 * np.linalg.norm(other), path
+
+
+def test_what_is_above_an_experts_capacity_adds_nothing_and_is_counted():
+    rng = np.random.default_rng(4)
+    M, E, K, width = 20, 4, 2, 6
+    config = MoEConfig(num_experts=E, experts_per_token=K, hidden_dim=5, capacity_factor=0.7)
+    slots = 7  # 0.7 of the even share of 40 pairs
+    x = rng.normal(size=(M, width)).astype("float32")
+    experts = np.stack([rng.permutation(E)[:K] for _ in range(M)]).astype(np.int32)
+    experts[3] = E  # a padding token: it takes no slot and is not counted
+    gates = rng.uniform(size=(M, K)).astype("float32")
+    gate, up, down = (rng.normal(size=s).astype("float32") for s in ((E, width, 5), (E, width, 5), (E, 5, width)))
+    expected, taken, dropped = np.zeros((M, width)), np.zeros(E, int), 0
+    for token in range(M):
+        for choice in range(K):
+            e = experts[token, choice]
+            if e == E:
+                continue
+            if taken[e] == slots:
+                dropped += 1
+                continue
+            taken[e] += 1
+            g, u = x[token] @ gate[e], x[token] @ up[e]
+            expected[token] += gates[token, choice] * ((g / (1 + np.exp(-g)) * u) @ down[e])
+    assert dropped > 0
+    y, counted = run_with_capacity(*map(jnp.asarray, (x, experts, gates, gate, up, down)), config=config, num_shards=1)
+    assert counted.tolist() == [dropped]
+    np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_capacity_factor_below_or_at_nothing_is_refused():
+    with pytest.raises(ValueError, match=r"capacity_factor must be above 0.*got 0\.0"):
+        MoEConfig(num_experts=4, experts_per_token=1, hidden_dim=4, capacity_factor=0.0)
+
+
+@pytest.mark.parametrize("factor", [None, 1.0])
+def test_rows_move_without_a_scatter_forward_and_backward(factor):
+    """By gathers through a permutation and its inverse: the scatter-add of autodiff is slow on every platform."""
+    config = MoEConfig(num_experts=4, experts_per_token=2, hidden_dim=5, capacity_factor=factor)
+    experts = jnp.zeros((8, 2), jnp.int32).at[:, 1].set(3)
+    weights = jnp.ones((4, 6, 5)), jnp.ones((4, 6, 5)), jnp.ones((4, 5, 6))
+
+    def total(x, gates):
+        if factor is None:
+            return jnp.sum(run_experts(x, experts, gates, *weights))
+        return jnp.sum(run_with_capacity(x, experts, gates, *weights, config=config, num_shards=1)[0])
+
+    program = str(jax.make_jaxpr(jax.grad(total, argnums=(0, 1)))(jnp.ones((8, 6)), jnp.ones((8, 2))))
+    assert "sort" in program and "gather" in program and "scatter" not in program
