@@ -56,7 +56,9 @@ def places(lines, pattern: str) -> list[int]:
 @pytest.mark.slow
 def test_rows_travel_by_ragged_all_to_all_while_experts_multiply(scheduled):
     lines = scheduled(CONFIG)
-    started = {re.search(r"%([\w.-]+) =", lines[i])[1]: i for i in places(lines, r" async-start\(.*ragged|-all-to-all-start")}
+    started = {
+        re.search(r"%([\w.-]+) =", lines[i])[1]: i for i in places(lines, r" async-start\(.*ragged|-all-to-all-start")
+    }
     synchronous = places(lines, r" ragged-all-to-all\(")
     ends = {name: places(lines, rf"async-done\(%{re.escape(name)}\)") for name in started}
     ragged = {name: (i, ends[name][0]) for name, i in started.items() if ends[name]}
