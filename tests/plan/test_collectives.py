@@ -111,6 +111,20 @@ def test_each_collective_has_its_kind_axes_sizes_and_asynchrony():
     assert found[-1].seconds == pytest.approx(384 / 200e9)
 
 
+def test_an_exchange_of_all_with_all_is_bound_by_the_middle_of_a_dim():
+    module = parse(MODULE.replace("all-to-all(%y), replica_groups={{0,1},{2,3}}", "all-to-all(%y), replica_groups={}"))
+    exchange = lambda mesh, name, places: next(
+        c for c in collectives(module, mesh, parse_topology(name), places) if c.kind == "all-to-all"
+    )
+    four = {"data": 1, "fsdp": 1, "expert": 4}
+    # A closed ring of four: each half of two sends half of its 2 x 64 bytes to the other, over two links.
+    ring = exchange(four, "v5p:4x4x4", [(i, 0, 0) for i in range(4)])
+    assert ring.seconds == pytest.approx(2 * 64 / 2 / 2 / 100e9)
+    # 2 x 2: along each dim pairs of two halves, one link from each device to the other half.
+    square = exchange(four, "v5p:2x2x1", [(0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0)])
+    assert square.seconds == pytest.approx(64 / 2 / 100e9)
+
+
 def test_a_ragged_exchange_counts_what_even_routers_send():
     text = """\
 HloModule m, is_scheduled=true

@@ -61,7 +61,7 @@ def collectives(
     for of, times in _collective_instructions(module):
         groups = _groups_of(of.collective, mesh)
         made = _collective(of, times, groups, mesh)
-        seconds = _seconds(made.bytes_sent, groups[0], topology, places)
+        seconds = _seconds(made, groups[0], topology, places)
         found.append(dataclasses.replace(made, seconds=seconds))
     return found
 
@@ -179,20 +179,26 @@ def axes_of(groups: Groups, mesh: Mapping[str, int]) -> tuple[str, ...]:
     return tuple(axis for axis in mesh if axis in differs)
 
 
-def _seconds(bytes_sent: int, group: tuple[int, ...], topology: Topology, places: Sequence[Place]) -> float:
-    """Returns the estimated seconds of one execution: what a device sends over the links that its group has.
+def _seconds(collective: Collective, group: tuple[int, ...], topology: Topology, places: Sequence[Place]) -> float:
+    """Returns the estimated seconds of one execution: what has to pass over the links that its group has.
 
-    The model: along each torus dim that the group spans, a device has two links where the group closes the ring and
-    one where it does not (its end has no more), and what is sent is spread over the dims. Devices of a group that lie
-    `stride` apart share their links with the groups between them. No latency; nothing else on the links.
+    Along each torus dim that the group spans, a device has two links where the group closes the ring and one where it
+    does not (its end has no more). Devices of a group that lie `stride` apart share their links with the groups between
+    them. What a ring passes on, from neighbour to neighbour, is spread over the dims. In an exchange of all with all,
+    half of what one half of a dim has crosses its middle, so that n devices along it take n / 4 times the bytes of one,
+    and the slowest dim counts. No latency; nothing else on the links.
     """
     at = [places[device] for device in group]
-    if len(set(at)) == 1:  # the two devices of a chip
-        return 0.0
-    links = 0.0
+    links, crossing = 0.0, 0.0
     for dim, (size, wraps) in enumerate(zip(topology.shape, topology.wraps, strict=True)):
         seen = sorted({place[dim] for place in at})
         if len(seen) > 1:
             stride = min(b - a for a, b in itertools.pairwise(seen))
-            links += (2 if wraps and len(seen) * stride == size else 1) / stride
-    return bytes_sent / (links * topology.link_bytes_per_second)
+            along = (2 if wraps and len(seen) * stride == size else 1) / stride
+            links += along
+            crossing = max(crossing, len(seen) / 4 / along)
+    if not links:  # the two devices of a chip
+        return 0.0
+    if collective.kind in ("all-to-all", "ragged-all-to-all"):
+        return collective.bytes * crossing / topology.link_bytes_per_second
+    return collective.bytes_sent / links / topology.link_bytes_per_second
