@@ -10,6 +10,7 @@ import pytest
 
 from upjax.mesh import batch_sharded, make_mesh
 from upjax.model import Decoder, DecoderConfig, Dtypes, MoEConfig, abstract_params, build, flat_params
+from upjax.model.dispatch import expert_order
 from upjax.model.loss import cross_entropy_sum
 from upjax.model.moe import run_experts, run_with_capacity
 from upjax.model.router import route
@@ -209,3 +210,13 @@ def test_rows_move_without_a_scatter_forward_and_backward(factor):
 
     program = str(jax.make_jaxpr(jax.grad(total, argnums=(0, 1)))(jnp.ones((8, 6)), jnp.ones((8, 2))))
     assert "sort" in program and "gather" in program and "scatter" not in program
+
+
+def test_order_and_inverse_are_those_of_a_stable_sort():
+    experts = np.random.default_rng(5).integers(0, 6, (40, 3)).astype(np.int32)  # 5 is no expert
+    order, inverse, sizes = expert_order(jnp.asarray(experts), 5)
+    pairs = experts.reshape(-1)
+    expected = sorted(range(pairs.size), key=lambda pair: (pairs[pair], pair))
+    np.testing.assert_array_equal(order, expected)
+    np.testing.assert_array_equal(np.asarray(order)[np.asarray(inverse)], np.arange(pairs.size))
+    np.testing.assert_array_equal(sizes, [np.sum(pairs == expert) for expert in range(5)])
