@@ -7,13 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from upjax.mesh import batch_sharded, make_mesh
+from upjax.mesh import AXES, batch_sharded, make_mesh
 from upjax.model import Decoder, DecoderConfig, Dtypes, MoEConfig, abstract_params, build, flat_params
 from upjax.model.dispatch import expert_order
 from upjax.model.loss import cross_entropy_sum
-from upjax.model.moe import run_experts, run_with_capacity
-from upjax.model.router import route
+from upjax.model.moe import _experts, run_experts, run_with_capacity
+from upjax.model.router import Routing, route
 
 DENSE = DecoderConfig(
     vocab_size=61,
@@ -220,3 +222,65 @@ def test_order_and_inverse_are_those_of_a_stable_sort():
     np.testing.assert_array_equal(order, expected)
     np.testing.assert_array_equal(np.asarray(order)[np.asarray(inverse)], np.arange(pairs.size))
     np.testing.assert_array_equal(sizes, [np.sum(pairs == expert) for expert in range(5)])
+
+
+def by_token(x, experts, gates, gate, up, down, cotangent):
+    """Returns the outputs and the gradients of x, gates, gate, up and down, pair by pair in float64."""
+    y, dx, dgates, dgate, dup, ddown = (np.zeros(a.shape) for a in (x, x, gates, gate, up, down))
+    for *token, choice in np.ndindex(experts.shape):
+        token, e = tuple(token), experts[*token, choice]
+        if e == len(gate):
+            continue
+        row, g, u, g_y = x[token], x[token] @ gate[e], x[token] @ up[e], cotangent[token]
+        sigmoid = 1 / (1 + np.exp(-g))
+        hidden = g * sigmoid * u
+        weighted = gates[*token, choice] * g_y
+        y[token] += gates[*token, choice] * (hidden @ down[e])
+        dgates[*token, choice] = hidden @ down[e] @ g_y
+        dg, du = down[e] @ weighted * u * sigmoid * (1 + g * (1 - sigmoid)), down[e] @ weighted * g * sigmoid
+        ddown[e] += np.outer(hidden, weighted)
+        dgate[e] += np.outer(row, dg)
+        dup[e] += np.outer(row, du)
+        dx[token] += gate[e] @ dg + up[e] @ du
+    return y, dx, dgates, dgate, dup, ddown
+
+
+@pytest.mark.parametrize("num_tokens", (1, 3, 4))  # of a device: one, and what is exchanged in one chunk and in two
+@pytest.mark.parametrize("shape", [(1, 1, 8), (2, 2, 2)])
+def test_any_routing_over_a_mesh_is_that_of_a_loop_over_pairs(shape, num_tokens):
+    rng = np.random.default_rng(6)
+    E, K, D, F, batch = 8, 2, 6, 5, (8, num_tokens)
+    config = MoEConfig(num_experts=E, experts_per_token=K, hidden_dim=F)
+    drawn = np.argsort(rng.random((*batch, E)), axis=-1)[..., :K]
+    padded = drawn.copy()
+    padded[2] = padded[:, -1] = E  # a device without a token, the last of each
+    routings = {
+        "drawn": drawn,
+        "padded": padded,
+        "padding alone": np.full((*batch, K), E),
+        "two experts": np.broadcast_to([5, 2], (*batch, K)),
+        "the first two": np.broadcast_to([1, 0], (*batch, K)),
+    }
+
+    @jax.jit
+    def run(x, experts, gates, gate, up, down, cotangent):
+        y, vjp = jax.vjp(
+            lambda x, gates, *w: _experts(config, x, Routing(experts, gates), *w)[0], x, gates, gate, up, down
+        )
+        return y, *vjp(cotangent)
+
+    arrays = [rng.normal(size=(*batch, n)).astype("float32") for n in (D, K, D)]
+    weights = [rng.normal(size=s).astype("float32") for s in ((E, D, F), (E, D, F), (E, F, D))]
+    mesh = make_mesh(*shape)
+    with jax.set_mesh(mesh):
+        place = lambda a, *axes: jax.device_put(a, NamedSharding(mesh, P(*axes)))
+        for name, experts in routings.items():
+            x, gates, cotangent = arrays
+            operands = (x, experts.astype("int32"), gates, *weights, cotangent)
+            placed = (
+                [place(a, AXES) for a in operands[:3]]
+                + [place(w, "expert") for w in weights]
+                + [place(cotangent, AXES)]
+            )
+            for found, expected in zip(run(*placed), by_token(*operands), strict=True):
+                np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5, err_msg=name)

@@ -1,6 +1,7 @@
 """Rows reach the devices of their experts and come back: both ways and both gradients against a NumPy loop."""
 
 from functools import partial
+from unittest import mock
 
 import hypothesis
 import hypothesis.strategies as st
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.token_exchange import all_group_sizes, capacity, give_back, received_group_sizes, send
+from pallas_kernels.token_exchange import all_group_sizes, capacity, give_back, ragged, received_group_sizes, send
 
 DEVICES, EXPERTS, ROWS, WIDTH = 4, 8, 12, 3
 LOCAL = EXPERTS // DEVICES
@@ -91,6 +92,55 @@ def test_rows_reach_their_experts_and_come_back_and_so_do_gradients(sizes):
     from_place = places[..., 0].astype(int)
     d_expected[from_place[from_place > 0] - 1] = g_there[from_place > 0]
     np.testing.assert_array_equal(d_rows.reshape(-1, WIDTH), d_expected)
+
+
+def asked_of_ragged_all_to_all(direction, num_rows):
+    """Returns what gives the six arrays, of each device, that a direction of `ragged` hands to the collective."""
+
+    def arguments(rows, sizes):
+        asked = []
+        catch = lambda *arrays, axis_name: asked.append(arrays) or arrays[1]
+        with mock.patch.object(jax.lax, "ragged_all_to_all", catch):
+            direction(rows, all_group_sizes(sizes, "expert"), num_rows, "expert")
+        (arrays,) = asked
+        return arrays
+
+    return on_devices(arguments)
+
+
+SENT, GIVEN_BACK = asked_of_ragged_all_to_all(ragged.send, ROOM), asked_of_ragged_all_to_all(ragged.give_back, ROWS)
+
+
+def carried_out(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes):
+    """Returns what `jax.lax.ragged_all_to_all` is documented to, of the arguments of all devices."""
+    result, per_device = output.copy(), input_offsets.shape[1] // DEVICES
+    for sender, i in np.ndindex(input_offsets.shape):
+        receiver, start, place, size = (
+            i // per_device,
+            *(x[sender, i] for x in (input_offsets, output_offsets, send_sizes)),
+        )
+        assert size == recv_sizes[receiver, sender * per_device + i % per_device]
+        assert start + size <= operand.shape[1] and place + size <= output.shape[1]
+        result[receiver, place : place + size] = operand[sender, start : start + size]
+    return result
+
+
+@hypothesis.settings(max_examples=40, deadline=None)
+@hypothesis.given(sizes=some_sizes())
+@hypothesis.example(sizes=np.zeros((DEVICES, EXPERTS), np.int32))
+@hypothesis.example(sizes=one_expert_for_all())
+@hypothesis.example(sizes=np.eye(DEVICES, EXPERTS, dtype=np.int32))
+def test_what_is_asked_of_the_ragged_all_to_all_moves_the_same_rows(sizes):
+    """No CPU has the collective, so what it is documented to do is done by hand with the arguments that it gets."""
+    rows = np.random.default_rng(0).normal(size=(DEVICES, ROWS, WIDTH)).astype("float32")
+    mine = np.arange(ROWS)[None, :, None] < sizes.sum(axis=1)[:, None, None]
+    rows = np.where(mine, rows, np.nan).astype("float32")
+    there = carried_out(*map(np.asarray, SENT(rows, sizes)))
+    np.testing.assert_array_equal(there, by_loop(rows, sizes))
+    filled = np.arange(ROOM)[None, :, None] < sizes.sum(axis=0).reshape(DEVICES, LOCAL).sum(axis=1)[:, None, None]
+    there = np.where(filled, there, np.nan).astype("float32")
+    back = carried_out(*map(np.asarray, GIVEN_BACK(there, sizes)))
+    np.testing.assert_array_equal(back, np.where(mine, rows, 0))
 
 
 def test_an_implementation_asked_for_by_name_runs_or_fails():
