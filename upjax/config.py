@@ -93,6 +93,9 @@ class TrainConfig:
     remat: Literal["none", "dots", "full"] = "none"
     load_balance_coefficient: NonNegativeFloat = 0.01
     z_loss_coefficient: NonNegativeFloat = 0.001
+    capacity_factor: PositiveFloat | None = None
+    """How many times its even share of a device's tokens an expert takes while training; None: all that come, as in
+    evaluation and after export."""
     log_every: PositiveInt = 10
     checkpoint_every: PositiveInt = 1000
     keep_checkpoints: PositiveInt = 2

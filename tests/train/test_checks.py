@@ -42,6 +42,13 @@ def test_what_fits_passes(make_config, moe):
     assert dataset.splits["train"].documents == 200
 
 
+def test_a_capacity_needs_experts(make_config, dense):
+    config = make_config(decoder=dense, train={"steps": 12, "capacity_factor": 1.25})
+    with pytest.raises(InputError, match="cannot start") as caught:
+        check(config)
+    assert "train.capacity_factor 1.25 for a model that has no experts" in caught.value.problems
+
+
 def test_missing_model_and_dataset_are_listed_together(make_config, tmp_path):
     config = make_config(
         model={"decoder": None, "init_from": tmp_path / "no_model"},

@@ -272,6 +272,18 @@ def test_held_out_loss_is_reported_where_asked(make_config, capsys):
     assert lines[-1].startswith("step 12/12  loss ")
 
 
+def test_a_capacity_is_of_the_run_and_not_of_the_model_and_what_it_drops_is_reported(make_config, moe):
+    short = {"steps": 2, "log_every": 1, "checkpoint_every": 2}
+    config = make_config(decoder=moe, train={**short, "capacity_factor": 0.5}, schedule={})
+    train(config, progress=False)
+    dropped = [metrics["dropped_fraction"] for metrics in read_metrics(config.output)]
+    assert len(dropped) == 2 and all(0.3 < share < 1 for share in dropped)  # half of the even share: half at least
+    assert load_model(config.output).config == moe  # which takes all that come
+    with pytest.raises(InputError) as caught:
+        train(make_config(decoder=moe, train={**short, "steps": 3}, schedule={}), progress=False)
+    assert "train.capacity_factor: 0.5 then, None now" in caught.value.problems
+
+
 def test_reports_are_json_and_events(undisturbed):
     line = json.loads((undisturbed / METRICS_FILE).read_text().splitlines()[-1])
     assert line["gigaflops_per_second"] > 0  # a CPU has no peak to relate to

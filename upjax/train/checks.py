@@ -86,6 +86,8 @@ def check_model(config: Config, decoder: DecoderConfig, problems: Problems) -> N
             f"data.sequence_length {config.data.sequence_length} is more than the model's "
             f"max_sequence_length {decoder.max_sequence_length}"
         )
+    if config.train.capacity_factor is not None and decoder.moe is None:
+        problems.add(f"train.capacity_factor {config.train.capacity_factor} for a model that has no experts")
     for path, dim, axes, size in _indivisible(decoder, config.mesh):
         problems.add(f"parameter {path} has a dim of {dim}, which mesh {' x '.join(axes)} = {size} does not divide")
 
