@@ -82,19 +82,26 @@ class Target:
     device: Any
     dump: Path
 
+    @property
+    def mesh(self) -> jax.sharding.Mesh:
+        """The device alone: set while a kernel is traced, it says what for."""
+        return jax.sharding.Mesh([self.device], ("device",), axis_types=(jax.sharding.AxisType.Auto,))
+
     def figures(self, programs: list[tuple[int, Program]], bytes_between: int) -> dict[str, Any]:
         """Returns the figures of programs, each so many times, and of the bytes that pass between them."""
         parts = [part for count, program in programs for part in self._kernels(program, count)]
         bandwidth = self.chip.hbm_bytes_per_second
         flops = sum(count * program.flops for count, program in programs)
         peak = flops / self.chip.flops_per_second
-        bounds = [part["times"] * max(part["schedule_seconds"], part["hbm_seconds"]) for part in parts]
-        by_hbm = [part["hbm_seconds"] > part["schedule_seconds"] for part in parts]
+        # XLA's own kernels have no grid to walk: what they move is not known, and their efficiency is one at best.
+        known = all(part["hbm_bytes"] is not None for part in parts)
+        bounds = [part["times"] * max(part["schedule_seconds"], part["hbm_seconds"] or 0) for part in parts]
+        by_hbm = [(part["hbm_seconds"] or 0) > part["schedule_seconds"] for part in parts]
         hottest = max(parts, key=lambda part: part["schedule_seconds"])
         return {
             "loop_bundles": hottest["loop_bundles"],
             "static_mxu_efficiency": min(1.0, peak / sum(part["times"] * part["schedule_seconds"] for part in parts)),
-            "hbm_bytes": sum(part["times"] * part["hbm_bytes"] for part in parts) + bytes_between,
+            "hbm_bytes": sum(part["times"] * part["hbm_bytes"] for part in parts) + bytes_between if known else None,
             "roofline_efficiency": peak / (sum(bounds) + bytes_between / bandwidth),
             "bound_by": "hbm" if all(by_hbm) else "hbm and matrix units" if any(by_hbm) else "matrix units",
             "vmem_bytes": max(part["vmem_bytes"] for part in parts),
@@ -105,7 +112,8 @@ class Target:
         }
 
     def _kernels(self, program: Program, count: int) -> list[dict[str, Any]]:
-        traffic = kernels(program.function, _sizes(self.case), *program.operands, cores=self.chip.cores)
+        mesh = self.mesh.abstract_mesh
+        traffic = kernels(program.function, _sizes(self.case), *program.operands, cores=self.chip.cores, mesh=mesh)
         schedules = self._compile(program)
         tiled_by_name = {tiled.name: tiled for tiled in program.tiled}
         clock = self.chip.flops_per_second / self.chip.cores / (2 * self.chip.macs_per_cycle)
@@ -116,8 +124,8 @@ class Target:
             if tiled:
                 loop, cycles = _cycles_of_ours(schedule, tiled, self.case, self.chip)
             else:
-                loop, cycles = _cycles_of_steps(schedule, kernel.grid if kernel else None, self.chip)
-            moved = kernel.read_bytes + kernel.written_bytes if kernel else math.nan
+                loop, cycles = _cycles_of_steps(schedule, kernel.grid if kernel else None, program.flops, self.chip)
+            moved = kernel.read_bytes + kernel.written_bytes if kernel and kernel.grid else None
             parts.append(
                 {
                     "name": tiled.name if tiled else program.name,
@@ -127,7 +135,7 @@ class Target:
                     "vmem_bytes": schedule.vmem_bytes,
                     "hbm_bytes": moved,
                     "schedule_seconds": cycles / clock,
-                    "hbm_seconds": moved / self.chip.hbm_bytes_per_second,
+                    "hbm_seconds": None if moved is None else moved / self.chip.hbm_bytes_per_second,
                     **({"tile": dataclasses.asdict(tiled.tile)} if tiled else {}),
                 }
             )
@@ -136,10 +144,10 @@ class Target:
     def _compile(self, program: Program) -> dict[str, Schedule]:
         for path in self.dump.iterdir():
             path.unlink()
-        sharding = jax.sharding.SingleDeviceSharding(self.device)
-        on_device = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        on_device = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.NamedSharding(self.mesh, jax.P()))
         operands = [on_device(x) for x in (_sizes(self.case), *program.operands)]
-        jax.jit(program.function).trace(*operands).lower(lowering_platforms=("tpu",)).compile()
+        with jax.set_mesh(self.mesh):
+            jax.jit(program.function).trace(*operands).lower(lowering_platforms=("tpu",)).compile()
         return {name: s for name, s in read_schedules(self.dump).items() if sum(s.products)}
 
 
@@ -230,18 +238,22 @@ def _runs(group_sizes: Sequence[int], tile, *, over_rows: bool) -> dict[str, int
     return runs
 
 
-def _cycles_of_steps(schedule: Schedule, grid: tuple[int, ...] | None, chip: TpuChip) -> tuple[dict[str, Any], float]:
+def _cycles_of_steps(
+    schedule: Schedule, grid: tuple[int, ...] | None, flops: float, chip: TpuChip
+) -> tuple[dict[str, Any], float]:
     """Returns a grid step's figures and the cycles that a core takes, with one branch of those that hold products.
 
-    A kernel that lists its products in several branches runs one of them a step.
+    A kernel that lists its products in several branches runs one of them a step. Where the grid is not known, the steps
+    are as many as the FLOPs need and no more.
     """
     loop = schedule.grid_loop
     copies = schedule.branches_with_products(loop)
     runs = loop.size - sum(b.size for b in copies) + max((b.size for b in copies), default=0)
     products = max((schedule.num_products(b) for b in copies), default=schedule.num_products(loop))
-    floor = products * ROWS_PER_PRODUCT * chip.mxu_size**2 / chip.macs_per_cycle
-    steps = math.prod(grid) if grid else math.nan
-    first = next((dim for dim in grid or () if dim > 1), 1)
+    macs = products * ROWS_PER_PRODUCT * chip.mxu_size**2
+    steps = math.prod(grid) if grid else math.ceil(flops / 2 / macs)
+    floor = macs / chip.macs_per_cycle
+    first = next((dim for dim in grid or (chip.cores,) if dim > 1), 1)
     figures = {
         "loop_bundles": runs,
         "loop_floor": floor,
@@ -271,14 +283,14 @@ def show(report: dict[str, Any]) -> None:
     table.add_column("roofline efficiency", justify="right")
     for name, figures in (("ours", report), *report.get("against", {}).items()):
         if "refused" in figures:
-            table.add_row(name, figures["refused"])
+            table.add_row(f"[bold]{name}[/]: {figures['refused'][:120]}")
             continue
         peak = figures["peak_seconds"]
         for part in figures["kernels"]:
             times = f"{part['times']} x " if part["times"] > 1 else ""
             table.add_row(f"  {times}{part['name']}", *_cells(part))
         total = ["", "", "", f"{figures['spills']:,}", f"{figures['vmem_bytes'] / 2**20:.1f}"]
-        moved = f"{figures['hbm_bytes'] / 1e9:.2f} (least {figures['hbm_bytes_minimum'] / 1e9:.2f})"
+        moved = f"{_gigabytes(figures['hbm_bytes'])} (least {_gigabytes(figures['hbm_bytes_minimum'])})"
         efficiency = f"{figures['roofline_efficiency']:.3f} by {figures['bound_by']}"
         tiling = f" {figures['tiling']}" if "tiling" in figures else ""
         table.add_row(f"[bold]{name}[/]{tiling}, {peak * 1e3:.3f} ms at peak", *total, moved, "", "", efficiency)
@@ -293,10 +305,14 @@ def _cells(part: dict[str, Any]) -> list[str]:
         f"{part['grid_steps']:,}",
         f"{part['spills']:,}",
         f"{part['vmem_bytes'] / 2**20:.1f}",
-        f"{part['hbm_bytes'] / 1e9:.2f}",
+        _gigabytes(part["hbm_bytes"]),
         f"{part['schedule_seconds'] * 1e3:.3f}",
-        f"{part['hbm_seconds'] * 1e3:.3f}",
+        "not known" if part["hbm_seconds"] is None else f"{part['hbm_seconds'] * 1e3:.3f}",
     ]
+
+
+def _gigabytes(num_bytes: int | None) -> str:
+    return "not known" if num_bytes is None else f"{num_bytes / 1e9:.2f}"
 
 
 def _arguments() -> argparse.Namespace:

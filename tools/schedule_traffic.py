@@ -4,6 +4,7 @@ Nothing is run: the function is traced with shapes for its arrays and values for
 the groups, what follows from those values is computed, and each kernel is met with the values of its scalars.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -21,20 +22,26 @@ UNKNOWN = object()
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """One call of a kernel: its name, how many grid steps it makes, and the bytes that they move."""
+    """One call of a kernel: its name, how many grid steps it makes, and the bytes that they move.
+
+    A kernel that has no grid moves its blocks by itself: how many bytes is not known.
+    """
 
     name: str
     grid: tuple[int, ...]
-    read_bytes: int
-    written_bytes: int
+    read_bytes: int | None
+    written_bytes: int | None
 
 
-def kernels(function: Callable, *operands: Any, cores: int) -> list[Kernel]:
+def kernels(
+    function: Callable, *operands: Any, cores: int, mesh: jax.sharding.AbstractMesh | None = None
+) -> list[Kernel]:
     """Returns the kernels that a function calls on arrays (known) and `jax.ShapeDtypeStruct`s (not known).
 
-    A kernel's first parallel grid dim is shared out to `cores`.
+    A kernel's first parallel grid dim is shared out to `cores`. `mesh` tells those that ask what they are traced for.
     """
-    closed = jax.make_jaxpr(function)(*operands)
+    with jax.sharding.use_abstract_mesh(mesh) if mesh else contextlib.nullcontext():
+        closed = jax.make_jaxpr(function)(*operands)
     found: list[Kernel] = []
     values = [UNKNOWN if isinstance(x, jax.ShapeDtypeStruct) else x for x in operands]
     _walk(closed.jaxpr, closed.consts, values, found, cores)
@@ -73,6 +80,8 @@ def _count(params: dict[str, Any], inputs: list[Any], cores: int) -> Kernel:
     scalars = inputs[first : first + mapping.num_index_operands]
     if any(x is UNKNOWN for x in scalars):
         raise NotImplementedError(f"kernel {params['name']}: its scalars are not known")
+    if not grid:
+        return Kernel(name=params["name"], grid=grid, read_bytes=None, written_bytes=None)
     steps = np.stack([axis.reshape(-1) for axis in np.meshgrid(*map(np.arange, grid), indexing="ij")])
     moved = [_moved(block, steps, scalars, grid, cores) for block in mapping.block_mappings]
     return Kernel(
@@ -85,6 +94,8 @@ def _count(params: dict[str, Any], inputs: list[Any], cores: int) -> Kernel:
 
 def _moved(block: Any, steps: np.ndarray, scalars: list[Any], grid: tuple[int, ...], cores: int) -> int:
     """Returns the bytes of the blocks of one operand: each counts when it is not that of the step before."""
+    if not block.block_shape:  # one value
+        return block.array_aval.dtype.itemsize
     closed = block.index_map_jaxpr
     pure = discharge_state(closed)
     index_of = jax.vmap(lambda *step: jax.extend.core.jaxpr_as_fun(pure)(*step, *scalars)[: len(block.block_shape)])

@@ -66,7 +66,7 @@ def batch_sharded(x: jax.Array) -> jax.Array:
 
 
 def per_device(function: Callable[..., jax.Array], *, check_vma: bool = True) -> Callable[..., jax.Array]:
-    """Returns what runs `function` on each device's own part of the operands; its result is split over all devices.
+    """Returns what runs `function` on each device's own part of the operands; its results are split over all devices.
 
     A mesh of one device runs it as it is: `jax.shard_map` would sum gradients over that device alone, a copy of each.
     `check_vma` is that of `jax.shard_map`; False is for kernels that do not say how their outputs vary, and then no
@@ -77,7 +77,7 @@ def per_device(function: Callable[..., jax.Array], *, check_vma: bool = True) ->
         if not has_mesh():
             return function(*operands)
         if jax.sharding.get_abstract_mesh().size == 1:
-            return batch_sharded(function(*jax.tree.map(replicated, operands)))
+            return jax.tree.map(batch_sharded, function(*jax.tree.map(replicated, operands)))
         return jax.shard_map(function, out_specs=P(BATCH), check_vma=check_vma)(*operands)
 
     return run

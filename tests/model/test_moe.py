@@ -193,9 +193,10 @@ def test_what_is_above_an_experts_capacity_adds_nothing_and_is_counted():
     np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_capacity_factor_below_or_at_nothing_is_refused():
-    with pytest.raises(ValueError, match=r"capacity_factor must be above 0.*got 0\.0"):
-        MoEConfig(num_experts=4, experts_per_token=1, hidden_dim=4, capacity_factor=0.0)
+@pytest.mark.parametrize("factor", [0.0, -1.0, np.inf, np.nan])
+def test_a_capacity_factor_that_is_no_capacity_is_refused(factor):
+    with pytest.raises(ValueError, match=f"capacity_factor must be above 0 and finite.*got {factor}"):
+        MoEConfig(num_experts=4, experts_per_token=1, hidden_dim=4, capacity_factor=factor)
 
 
 @pytest.mark.parametrize("factor", [None, 1.0])

@@ -1,6 +1,7 @@
 """The decoder by data: every supported family is one DecoderConfig, and each layer is one LayerKind."""
 
 import dataclasses
+import math
 from typing import Literal
 
 RouterKind = Literal["softmax_topk", "softmax_topk_renormalized", "topk_softmax"]
@@ -36,8 +37,10 @@ class MoEConfig:
     """How many times its even share of each device's tokens an expert takes; None: all that come."""
 
     def __post_init__(self):
-        if self.capacity_factor is not None and not self.capacity_factor > 0:
-            raise ValueError(f"capacity_factor must be above 0, or None for no capacity, got {self.capacity_factor}")
+        if self.capacity_factor is not None and not 0 < self.capacity_factor < math.inf:
+            raise ValueError(
+                f"capacity_factor must be above 0 and finite, or None for no capacity, got {self.capacity_factor}"
+            )
         if not 1 <= self.experts_per_token <= self.num_experts:
             raise ValueError(f"need 1 <= experts_per_token <= num_experts, got {self}")
 
