@@ -40,16 +40,17 @@ def for_each_step(
     def step(i, _):
         first, last = i * tile.step, (i + 1) * tile.step
         is_whole = (start <= first) & (last <= end)
-        pl.when(is_whole)(lambda: whole(_slice(i, tile.step)))
+        pl.when(is_whole)(lambda: whole(_slice(i, tile.step, tile)))
 
         @pl.when(~is_whole)
         def _():
             from_row, to_row = jnp.maximum(start, first), jnp.minimum(end, last)
-            for_rows = lambda j, _: edge(_slice(j, tile.edge))
+            for_rows = lambda j, _: edge(_slice(j, tile.edge, tile))
             jax.lax.fori_loop(jax.lax.div(from_row, tile.edge), pl.cdiv(to_row, tile.edge), for_rows, None)
 
     jax.lax.fori_loop(jax.lax.div(start, tile.step), pl.cdiv(end, tile.step), step, None)
 
 
-def _slice(index, size: int) -> pl.Slice:
-    return pl.ds(pl.multiple_of(index * size, size), size)
+def _slice(index, size: int, tile: Tiling) -> pl.Slice:
+    # The compiler must see that a start is a multiple of a register's rows, which those of a small block are not.
+    return pl.ds(0 if size == tile.m else pl.multiple_of(index * size, size), size)
