@@ -16,6 +16,7 @@ import pytest
 from upjax.checkpoint import checkpoint_directory, list_steps, load_model, read_model, read_run
 from upjax.config import MeshConfig, load_config
 from upjax.errors import InputError
+from upjax.evaluate import evaluate
 from upjax.model import flat_params
 from upjax.train import TrainingError, loop, start, train
 from upjax.train.metrics import METRICS_FILE, read_metrics
@@ -273,12 +274,15 @@ def test_held_out_loss_is_reported_where_asked(make_config, capsys):
 
 
 def test_a_capacity_is_of_the_run_and_not_of_the_model_and_what_it_drops_is_reported(make_config, moe):
-    short = {"steps": 2, "log_every": 1, "checkpoint_every": 2}
+    short = {"steps": 2, "log_every": 1, "checkpoint_every": 2, "evaluate_every": 2, "evaluate_tokens": 300}
     config = make_config(decoder=moe, train={**short, "capacity_factor": 0.5}, schedule={})
     train(config, progress=False)
     dropped = [metrics["dropped_fraction"] for metrics in read_metrics(config.output)]
     assert len(dropped) == 2 and all(0.3 < share < 1 for share in dropped)  # half of the even share: half at least
-    assert load_model(config.output).config == moe  # which takes all that come
+    model = load_model(config.output)
+    assert model.config == moe  # which takes all that come, and did so where it was evaluated
+    score = evaluate(model, config.data.path, sequence_length=16, batch_size=8, max_tokens=300)
+    np.testing.assert_allclose(read_metrics(config.output)[-1]["held_out_loss"], score.loss, rtol=1e-6)
     with pytest.raises(InputError) as caught:
         train(make_config(decoder=moe, train={**short, "steps": 3}, schedule={}), progress=False)
     assert "train.capacity_factor: 0.5 then, None now" in caught.value.problems

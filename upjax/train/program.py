@@ -39,14 +39,14 @@ class Program:
 
 def make_program(config: Config, decoder: DecoderConfig) -> Program:
     """Returns the optimizer and the step that the config asks for."""
-    if config.train.capacity_factor is not None:
-        decoder = dataclasses.replace(
-            decoder, moe=dataclasses.replace(decoder.moe, capacity_factor=config.train.capacity_factor)
-        )
+    trained = decoder
+    if config.train.capacity_factor is not None:  # of the step alone: evaluation takes all tokens that come
+        moe = dataclasses.replace(decoder.moe, capacity_factor=config.train.capacity_factor)
+        trained = dataclasses.replace(decoder, moe=moe)
     schedule = make_schedule(config.schedule, peak=config.optimizer.learning_rate, num_steps=config.train.steps)
     optimizer = make_optimizer(config.optimizer, schedule)
     step = make_train_step(
-        decoder,
+        trained,
         config.model.dtypes,
         optimizer,
         schedule,
