@@ -17,6 +17,7 @@ from rich.markup import escape
 import upjax
 from upjax.checkpoint import tokenizer_directory
 from upjax.compilation_cache import enable_compilation_cache
+from upjax.config import mesh_sizes, parse_mesh
 from upjax.errors import InputError
 from upjax.evaluate.passage import passage_tokens
 from upjax.hf import convert_gguf
@@ -316,10 +317,8 @@ def _mesh(text: str) -> Iterator[int]:
     if text == ONE_DEVICE:
         yield 1
         return
-    pairs = [part.partition("=") for part in text.split(",")]
-    if not all(value.isdecimal() and int(value) for _, _, value in pairs):
-        raise InputError(f"--mesh {text!r} is not of the form data=1,fsdp=4,expert=2")
-    mesh = _checked(lambda: upjax.make_mesh(**{name.strip(): int(value) for name, _, value in pairs}))
+    sizes = mesh_sizes(parse_mesh(text))
+    mesh = _checked(lambda: upjax.make_mesh(**sizes))
     with jax.set_mesh(mesh):
         yield mesh.size
 

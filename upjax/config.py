@@ -14,6 +14,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from pydantic.dataclasses import dataclass
 
 from upjax.errors import InputError, Problems
+from upjax.mesh import AXES
 from upjax.model import DecoderConfig, Dtypes
 
 STRICT = pydantic.ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -145,6 +146,22 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
 def parse_config(mapping: Mapping[str, Any], source: str) -> Config:
     """Returns the config that `config_to_dict` made a mapping of; `source` names where it comes from in errors."""
     return _parse(mapping, Problems(f"{source} does not hold the config of a run"), ())
+
+
+def parse_mesh(text: str) -> MeshConfig:
+    """Returns the mesh that `data=1,fsdp=8,expert=8` asks for; InputError for anything else."""
+    sizes = {}
+    for part in text.split(","):
+        axis, _, size = (piece.strip() for piece in part.partition("="))
+        if axis not in AXES or not size.isdecimal() or not int(size) or axis in sizes:
+            raise InputError(f"mesh {text!r} is not of the form data=1,fsdp=4,expert=2")
+        sizes[axis] = int(size)
+    return MeshConfig(**sizes)
+
+
+def mesh_sizes(mesh: MeshConfig) -> dict[str, int]:
+    """Returns the size of each axis, in the order of `upjax.mesh.AXES`."""
+    return {axis: getattr(mesh, axis) for axis in AXES}
 
 
 def config_to_dict(config: Config) -> dict[str, Any]:

@@ -6,8 +6,6 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-import jax.numpy as jnp
-
 from pallas_kernels.tpu_chips import TpuChip
 
 # Bundles beside the products, from the schedules that the compiler makes (`tools/kernel_schedule.py` prints them): of a
@@ -240,8 +238,3 @@ def _ceil(size: int, part: int) -> int:
 
 def _round_up(size: int, multiple: int) -> int:
     return _ceil(size, multiple) * multiple
-
-
-def itemsize(dtype) -> int:
-    """Returns the bytes of one value."""
-    return jnp.dtype(dtype).itemsize

@@ -2,9 +2,9 @@
 
 import pytest
 
-from upjax.config import MeshConfig
+from upjax.config import MeshConfig, parse_mesh
 from upjax.errors import InputError
-from upjax.plan.topology import mesh_shapes, parse_mesh, parse_topology
+from upjax.plan.topology import mesh_shapes, parse_topology
 
 
 @pytest.mark.parametrize(

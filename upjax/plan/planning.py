@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from upjax.config import Config, MeshConfig
+from upjax.config import Config, MeshConfig, mesh_sizes, parse_mesh
 from upjax.errors import InputError, Problems
 from upjax.model import DecoderConfig, num_params
 from upjax.plan.collectives import Collective, collectives
@@ -13,7 +13,7 @@ from upjax.plan.compile import Compile, Compiled, PlanError, Progress, compile_s
 from upjax.plan.hlo import parse
 from upjax.plan.memory import Memory, read_memory
 from upjax.plan.roofline import Roofline, roofline, routed_rows
-from upjax.plan.topology import Topology, mesh_shapes, mesh_sizes, parse_mesh, parse_topology
+from upjax.plan.topology import Topology, mesh_shapes, parse_topology
 from upjax.plan.traffic import hbm_bytes
 from upjax.train.checks import architecture, check_model, check_numbers
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
+from upjax.config import mesh_sizes
 from upjax.plan.planning import Plan
-from upjax.plan.topology import mesh_sizes
 
 GIB, GB = 2**30, 1e9
 PARTS = ("parameters", "optimizer", "batch", "activations", "temporaries", "gaps", "other")

@@ -93,22 +93,6 @@ def parse_topology(name: str) -> Topology:
     )
 
 
-def parse_mesh(text: str) -> MeshConfig:
-    """Returns the mesh that `data=1,fsdp=8,expert=8` asks for; InputError for anything else."""
-    sizes = {}
-    for part in text.split(","):
-        axis, _, size = (piece.strip() for piece in part.partition("="))
-        if axis not in ("data", "fsdp", "expert") or not size.isdecimal() or not int(size) or axis in sizes:
-            raise InputError(f"mesh {text!r} is not of the form data=1,fsdp=4,expert=2")
-        sizes[axis] = int(size)
-    return MeshConfig(**sizes)
-
-
-def mesh_sizes(mesh: MeshConfig) -> dict[str, int]:
-    """Returns the size of each axis, in the order of `upjax.mesh.AXES`."""
-    return {"data": mesh.data, "fsdp": mesh.fsdp, "expert": mesh.expert}
-
-
 def mesh_shapes(num_devices: int) -> Iterator[MeshConfig]:
     """Yields every mesh of so many devices."""
     divisors = [d for d in range(1, num_devices + 1) if num_devices % d == 0]

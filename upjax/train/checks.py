@@ -8,7 +8,7 @@ from typing import TypeVar
 import jax
 
 from upjax.checkpoint import read_model_config
-from upjax.config import Config, MeshConfig, flatten
+from upjax.config import Config, MeshConfig, flatten, mesh_sizes
 from upjax.data import DatasetInfo, held_out_batches, load_info, make_dataset
 from upjax.errors import InputError, Problems
 from upjax.mesh import AXES
@@ -107,7 +107,7 @@ def check_dataset(config: Config, dataset: DatasetInfo, decoder: DecoderConfig |
 
 def _indivisible(decoder: DecoderConfig, mesh: MeshConfig):
     """Yields (path, dim, axes, their size) for each dim of a parameter that its mesh axes do not divide."""
-    sizes = {axis: getattr(mesh, axis) for axis in AXES}
+    sizes = mesh_sizes(mesh)
     one = jax.sharding.AbstractMesh((1,) * len(AXES), AXES, (jax.sharding.AxisType.Explicit,) * len(AXES))
     with jax.sharding.use_abstract_mesh(one):  # the real one would refuse the first parameter without naming it
         params = abstract_params(decoder, Dtypes())
