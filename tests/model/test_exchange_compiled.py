@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import topologies
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -21,11 +20,9 @@ CONFIG = MoEConfig(num_experts=E, experts_per_token=K, hidden_dim=F)
 
 
 @pytest.fixture
-def scheduled(monkeypatch, tmp_path):
+def scheduled(devices_of, tmp_path):
     """Returns the lines of the entry computation, in the order in which they run, of a layer's value and gradients."""
-    monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")  # no metadata server
-    monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # other processes compile too
-    devices = topologies.get_topology_desc(platform="tpu", topology_name="v5p:2x2x1").devices
+    devices = devices_of("v5p:2x2x1")
     mesh = jax.sharding.Mesh(np.array(devices).reshape(1, 1, 4), AXES, axis_types=(jax.sharding.AxisType.Explicit,) * 3)
 
     def compile_(config: MoEConfig) -> list[str]:

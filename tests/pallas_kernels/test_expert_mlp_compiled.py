@@ -6,7 +6,6 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 from pallas_kernels.expert_mlp import expert_mlp, pallas_tpu
@@ -24,15 +23,6 @@ BACKWARD = [
 ]
 
 
-@pytest.fixture(scope="module")
-def device_of():
-    """Returns the first device of a topology by its name."""
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("TPU_SKIP_MDS_QUERY", "1")  # no metadata server
-        environment.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # other processes compile too
-        yield lambda name: topologies.get_topology_desc(platform="tpu", topology_name=name).devices[0]
-
-
 def kernels_in(function, *shapes) -> list[str]:
     """Returns the names of the kernels in the program that the TPU compiler makes of a function, sorted."""
     compiled = jax.jit(function).trace(*shapes).lower(lowering_platforms=("tpu",)).compile()
@@ -43,8 +33,8 @@ def kernels_in(function, *shapes) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 @pytest.mark.parametrize("case", REAL.values(), ids=lambda case: case.name)
-def test_experts_of_real_models_compile_for_every_generation(case, topology, device_of):
-    device = device_of(topology)
+def test_experts_of_real_models_compile_for_every_generation(case, topology, devices_of):
+    device = devices_of(topology)[0]
     chip, shapes = chip_of(device.device_kind), case.shapes("bfloat16", "float32", SingleDeviceSharding(device))
     assert kernels_in(partial(pallas_tpu.forward, chip=chip), *shapes.values()) == FORWARD
     product = jax.ShapeDtypeStruct((case.M, case.F), jnp.uint16, sharding=SingleDeviceSharding(device))
@@ -52,11 +42,11 @@ def test_experts_of_real_models_compile_for_every_generation(case, topology, dev
     assert kernels_in(backward, *shapes.values(), (product, product), shapes["rows"]) == BACKWARD
 
 
-def test_nothing_asked_for_takes_the_kernels_where_the_program_is_for_a_tpu(device_of):
+def test_nothing_asked_for_takes_the_kernels_where_the_program_is_for_a_tpu(devices_of):
     """Lowered in a process whose own backend is a CPU, differentiated from outside."""
     assert jax.default_backend() == "cpu"
     *operands, group_sizes = (
-        REAL["smollm2"].shapes("bfloat16", None, SingleDeviceSharding(device_of("v5p:2x2x1"))).values()
+        REAL["smollm2"].shapes("bfloat16", None, SingleDeviceSharding(devices_of("v5p:2x2x1")[0])).values()
     )
     loss = lambda *args: jnp.sum(expert_mlp(*args).astype(jnp.float32))
     found = kernels_in(jax.grad(loss, argnums=(0, 1, 2, 3)), *operands, group_sizes)

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from grouped_matmul_ways import in_small_tiles
-from jax.experimental import topologies
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
@@ -18,15 +17,6 @@ from pallas_kernels.tpu_chips import chip_of
 
 TOPOLOGIES = ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"]
 KERNELS = {"grouped_matmul_forward", "grouped_matmul_lhs_grad", "grouped_matmul_rhs_grad"}
-
-
-@pytest.fixture(scope="module")
-def devices_of():
-    """Returns the devices of a topology by its name."""
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("TPU_SKIP_MDS_QUERY", "1")  # no metadata server
-        environment.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # other processes compile too
-        yield lambda name: topologies.get_topology_desc(platform="tpu", topology_name=name).devices
 
 
 def kernels_in(function, *shapes) -> list[str]:

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import topologies
 
 from upjax.config import OptimizerConfig, ScheduleConfig
 from upjax.mesh import AXES
@@ -44,11 +43,9 @@ KERNELS = (
 
 
 @pytest.fixture
-def pod(monkeypatch):
+def pod(devices_of):
     """Returns a mesh of four v5p chips: two shards of parameters times two of experts."""
-    monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")  # no metadata server
-    monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # other processes compile too
-    devices = topologies.get_topology_desc(platform="tpu", topology_name="v5p:2x2x1").devices
+    devices = devices_of("v5p:2x2x1")
     explicit = (jax.sharding.AxisType.Explicit,) * 3
     return jax.sharding.Mesh(np.array(devices).reshape(1, 2, 2), AXES, axis_types=explicit)
 
